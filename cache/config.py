@@ -1,0 +1,51 @@
+"""Parameters of rows: where they come from and what becomes of them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Columns(BaseModel):
+    """Names of the source's columns. `None`: found by the names that are usual in the field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ids: str | None = Field(None, description="token ids; usual: input_ids, ids, tokens")
+    mask: str | None = Field(
+        None,
+        description="loss mask, or labels with -100; usual: loss_mask, assistant_masks, completion_mask, labels",
+    )
+    messages: str | None = Field(None, description="conversations; usual: messages, conversations")
+    group: str | None = Field(None, description="domain of a row, as text; usual: domain, group")
+
+
+class RowsConfig(BaseModel):
+    """Parameters of rows (`rows` in the tree)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str | list[str] = Field(
+        description="path, list of paths, or glob: a datasets directory, Arrow, Parquet or JSONL files"
+    )
+    split: str | None = Field(None, description="split to read where the source has several, such as train")
+    columns: Columns = Field(Columns(), description="names of the source's columns where they are not the usual ones")
+    groups: list[str] | None = Field(None, description="keep only rows of these domains; the others are counted")
+    supervise_all: bool = Field(
+        False, description="pre-tokenised rows without a mask: supervise every token instead of refusing"
+    )
+    vocabulary: int | None = Field(
+        None, description="number of token ids of the target; None: read from the target", ge=1, le=2**31
+    )
+    template: str | None = Field(None, description="path of a Jinja chat template; None: the tokenizer's own")
+    template_arguments: dict[str, Any] = Field(
+        {}, description="arguments of the chat template, such as enable_thinking"
+    )
+    max_tokens: int = Field(3072, description="longest row, in tokens", ge=2)
+    overflow: Literal["truncate", "drop", "split"] = Field(
+        "truncate", description="what becomes of a longer row: cut from the right, dropped, or cut into windows"
+    )
+    supervise: Literal["all", "last"] = Field("all", description="which answers of a conversation are supervised")
+    max_dropped: float = Field(
+        0.1, description="largest share of rows that may be dropped before the build is refused", ge=0, le=1
+    )
+    held_out: float = Field(0.05, description="share of conversations held out of training", ge=0, lt=1)

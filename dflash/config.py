@@ -1,0 +1,92 @@
+"""Parameters of target, drafter, training, evaluation and export: one frozen tree, the same names everywhere."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(_Model):
+    """Parameters of the target (`target` in the tree)."""
+
+    model: str = Field(description="the frozen model: a directory, a hub name, or a GGUF file; $DFLASH_HOME is expanded")
+    revision: str | None = Field(None, description="revision of a hub name")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of the target's weights")
+    devices: list[str] | Literal["auto"] = Field(
+        "auto", description="devices of the target's replicas, such as [cuda:0, cuda:1]; auto: all but the drafter's"
+    )
+    trust_remote_code: bool = Field(False, description="run the model code that comes with a hub model")
+
+
+class DrafterConfig(_Model):
+    """Parameters of the drafter (`drafter` in the tree)."""
+
+    layers: int = Field(5, description="number of drafter layers", ge=1)
+    block_size: int = Field(16, description="K: slots of a block, the anchor's own slot included", ge=2)
+    taps: int | list[int] = Field(5, description="number of taps, spread by the published formula, or the layers themselves")
+    mask_token_id: int | None = Field(
+        None, description="id of the mask token: an existing row of the target's embedding that no text uses"
+    )
+    init: Literal["random", "target"] = Field("random", description="where the drafter's layers start from")
+
+
+class TrainingConfig(_Model):
+    """Parameters of training (`training` in the tree)."""
+
+    epochs: int = Field(6, description="passes over the rows", ge=1)
+    tokens_per_batch: int = Field(24_576, description="B·S of one micro-batch, padding included, in tokens", ge=1)
+    batches_per_step: int = Field(1, description="G: micro-batches of one optimizer step", ge=1)
+    anchors: int = Field(512, description="anchors of a row in one epoch, at most", ge=1)
+    loss: Literal["ce", "dpace"] = Field("ce", description="ce: decaying weights; dpace: arXiv 2605.18810, α = 0.5")
+    gamma: float | None = Field(None, description="γ of exp(−(k−1)/γ); None: 7, 5, 4 for K = 16, 10, 8", gt=0)
+    lr: float = Field(6e-4, description="peak learning rate", gt=0)
+    min_lr: float = Field(0.0, description="learning rate at the end", ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="AdamW's β₁ and β₂"
+    )
+    weight_decay: float = Field(0.0, description="AdamW's decoupled decay", ge=0)
+    warmup: float = Field(0.04, description="share of the whole plan in which the learning rate rises", ge=0, lt=1)
+    clip: float = Field(1.0, description="largest gradient norm", gt=0)
+    seed: int = Field(0, description="seed of everything random", ge=0, lt=2**63)
+    features: Literal["stream", "reuse"] = Field(
+        "stream", description="reuse: keep the first epoch's features on disk, so that later epochs skip the target"
+    )
+    epochs_per_run: int | None = Field(None, description="end this run after so many epochs; the next goes on", ge=1)
+    stop_after_s: float | None = Field(None, description="end this run after so many seconds; the next goes on", gt=0)
+    checkpoint_every_steps: int = Field(500, description="steps between checkpoints", ge=1)
+    evaluate_every_steps: int | None = Field(
+        None, description="steps between teacher-forced τ on held-out rows; None: only at the end", ge=1
+    )
+    log_every_steps: int = Field(10, description="steps between lines of metrics.jsonl", ge=1)
+    keep: int = Field(3, description="newest checkpoints kept, beside the first and the best", ge=1)
+
+
+class EvaluationConfig(_Model):
+    """Parameters of evaluation (`evaluation` in the tree)."""
+
+    prompts: int = Field(64, description="held-out prompts that are decoded", ge=1)
+    max_new_tokens: int = Field(256, description="longest answer, in tokens", ge=1)
+    temperature: float = Field(0.0, description="0: greedy", ge=0)
+    top_p: float = Field(1.0, description="nucleus of the sampling law", gt=0, le=1)
+    top_k: int = Field(0, description="largest number of tokens to sample from; 0: all", ge=0)
+    seed: int = Field(0, description="seed of sampling", ge=0, lt=2**63)
+
+
+class ExportConfig(_Model):
+    """Parameters of export (`export` in the tree)."""
+
+    layouts: list[Literal["dflash"]] = Field(["dflash"], description="served layouts to write", min_length=1)
+    path: str | None = Field(None, description="directory to write to; None: export/ in the run directory")
+
+
+class RunConfig(_Model):
+    """What `python -m dflash` needs to know of a run; config.json in the run directory holds it."""
+
+    target: TargetConfig
+    drafter: DrafterConfig = DrafterConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    export: ExportConfig = ExportConfig()
