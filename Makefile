@@ -1,0 +1,40 @@
+# make demo    trains a small drafter here, from rows to report      make check   format, lint, types, import contracts
+# make test    runs the tests                                        make bench   runs the benchmarks
+# make setup   makes .venv; demo and test do it themselves           make clean   removes .venv and build output, not var/
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export DFLASH_HOME ?= $(CURDIR)/var
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-bench demo test check bench clean
+
+help:
+	@sed -n '1,/^$$/s/^# //p' Makefile
+
+setup:
+	@PYTHON=$(PYTHON) scripts/setup.sh test
+
+setup-bench:
+	@PYTHON=$(PYTHON) scripts/setup.sh bench
+
+demo: setup
+	@$(BIN)/python scripts/fetch_demo_target.py
+	@$(BIN)/python -m flows demo
+
+test: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup-bench
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

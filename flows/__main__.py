@@ -1,0 +1,126 @@
+"""`python -m flows NAME`: runs a deployment of prefect.yaml in this process, from any directory, without a server.
+
+python -m flows demo
+python -m flows train --set training.epochs=2 --set name=short
+python -m flows train --dry-run
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import textwrap
+
+from cache.errors import CacheError
+from dflash.errors import DflashError
+from flows.config import repository
+from flows.deployments import Deployment, check_parameters, read_deployments, with_overrides
+from flows.errors import BadParameter, FlowError
+from flows.progress import console
+
+OUR_LOGGERS = ("flows", "cache", "dflash")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    root = repository()
+    try:
+        deployments = read_deployments(root)
+        options = _parser(deployments).parse_args(arguments)
+        deployment = deployments[options.name]
+        tree = with_overrides(deployment.parameters, options.set)
+        os.chdir(root)  # Prefect reads prefect.toml from the working directory only
+        flow = deployment.load()
+        parameters = check_parameters(flow.fn, tree)
+        _speak_plainly()
+        if options.dry_run:
+            from flows.dryrun import dry_run
+
+            return dry_run(flow.fn, parameters)
+        _start_temporary_server()
+        flow(**parameters)
+    except BadParameter as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (CacheError, DflashError, FlowError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
+    width = max(map(len, deployments), default=0)
+    indent = " " * (width + 4)
+    listed = "\n".join(
+        textwrap.fill(f"  {one.name:<{width}}  {one.description}", 100, subsequent_indent=indent)
+        for one in deployments.values()
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m flows",
+        description="Runs a deployment of prefect.yaml in this process.",
+        epilog=f"deployments:\n{listed}\n\nTheir parameters are in prefect.yaml.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=list(deployments), help="one of the deployments below")
+    parser.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="override one parameter by its path, such as training.epochs=2; the value is read as YAML",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print rows, steps, disk, memory and time, from a measured step; train nothing",
+    )
+    return parser
+
+
+class _Plain(logging.Handler):
+    """Our own lines without time stamps, above the live progress line and not across it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "flows.progress" and console.is_terminal:
+            return  # the live line shows it
+        console.print(self.format(record), markup=False, soft_wrap=True)
+
+
+def _speak_plainly() -> None:
+    """On the terminal: our lines only. What Prefect says of its runs is in its database and its pages."""
+    from prefect.logging.handlers import PrefectConsoleHandler
+
+    names = [*logging.root.manager.loggerDict, *OUR_LOGGERS]
+    for handler in {handler for name in names for handler in logging.getLogger(name).handlers}:
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.setLevel(logging.CRITICAL)
+    for name in OUR_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.addHandler(_Plain())
+        logger.setLevel(logging.INFO)
+
+
+def _start_temporary_server() -> None:
+    """Prefect's own temporary server, where no other is set, started here so that Ctrl-C does not end it.
+
+    Ctrl-C goes to all processes of the terminal; a server that ends with it could not be told how the run ended. A
+    process starts with the signals blocked that its parent has blocked.
+    """
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import PREFECT_API_URL
+
+    if PREFECT_API_URL.value():
+        return
+    console.print("Starting Prefect's temporary server (about 15 s).")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        SubprocessASGIServer().start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

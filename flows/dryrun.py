@@ -1,0 +1,59 @@
+"""`--dry-run`: what a run would take, from one measured step. Trains nothing.
+
+The token cache is made, because the rows are counted in it; the run itself will find it there.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from flows.child import run_stage
+from flows.config import Parameters, resolve_home
+from flows.errors import BadParameter
+from flows.prepare import prepare_run
+from flows.progress import console, duration, progress_line
+from flows.run import Tree, read_json, write_json
+
+
+def dry_run(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
+    """Prints the plan; 0 when it fits, 1 when it does not."""
+    if not {"name", "rows", "target"} <= arguments.keys():
+        raise BadParameter(f"{function.__name__} trains nothing, so there is nothing to try with --dry-run.")
+    parameters, tokens = prepare_run(Parameters(**arguments))
+    runs = resolve_home(parameters.home) / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=runs, prefix=".dry-run-") as directory:
+        run = Path(directory)
+        write_json(run / "config.json", parameters.model_dump(mode="json"))
+        with progress_line("check") as line:
+            run_stage("check", ["check", str(run), "--tokens", str(tokens)], run, line.show)
+        plan = read_json(run / "plan.json")
+    assert plan is not None, "a check that succeeded leaves plan.json"
+    console.print(_table(parameters, plan))
+    for refusal in plan["refusals"]:
+        console.print(f"Cannot fit: {refusal}", markup=False)
+    return 0 if plan["fits"] else 1
+
+
+def _table(parameters: Parameters, plan: Tree) -> Table:
+    table = Table(title=f"Plan of {parameters.name}", title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("rows", f"{plan['rows']:,} to train on, {plan['held_out_rows']:,} held out")
+    table.add_row("steps", f"{plan['steps']:,}: {plan['steps_per_epoch']:,} an epoch, {plan['epochs']} epochs")
+    table.add_row("disk", f"{gigabytes(plan['disk_bytes'])} of {gigabytes(plan['free_disk_bytes'])} free")
+    available = plan["available_memory_bytes"]
+    for device, needed in plan["memory_bytes"].items():
+        free = available.get(device) if isinstance(available, dict) else available
+        table.add_row(f"memory, {device}", gigabytes(needed) + ("" if free is None else f" of {gigabytes(free)}"))
+    table.add_row(
+        "time", f"{plan['step_seconds']:.3g} s a step, measured; {duration(plan['seconds_total'])} to the end"
+    )
+    return table
+
+
+def gigabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.2f} GB"

@@ -1,0 +1,70 @@
+"""Checkpoint → τ, speed and losslessness."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from dflash.config import EvaluationConfig
+from flows.artifacts import reporting
+from flows.config import Home, Name, Parameters, run_directory
+from flows.keys import evaluate_fingerprint
+from flows.prepare import prepare_run
+from flows.report import tau_table
+from flows.run import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
+from flows.stage import watch_stage
+
+logger = logging.getLogger("flows.evaluate")
+
+
+@flow(name="evaluate", flow_run_name="evaluate {name}")
+def evaluate(name: Name, evaluation: EvaluationConfig | None = None, home: Home = None) -> "State[Tree]":
+    """Measures the newest checkpoint of a run on held-out rows.
+
+    Args:
+        name: name of the run; its directory is home/runs/name
+        evaluation: how it is evaluated; null means as the run's own parameters say
+        home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+    """
+    parameters = read_parameters(run_directory(name, home))
+    if evaluation is not None:
+        parameters = parameters.model_copy(update={"evaluation": evaluation})
+    evaluation_ = evaluate_run(*prepare_run(parameters))
+    return Completed(message=outcome(evaluation_), data=evaluation_)
+
+
+def evaluate_run(parameters: Parameters, tokens: Path) -> Tree:
+    """Evaluates unless just this has been evaluated. Returns evaluation.json."""
+    run = parameters.run_directory
+    fingerprint = evaluate_fingerprint(parameters, tokens)
+    result = read_json(run / "evaluation.json")
+    if result is not None and (run / "report.html").exists() and is_finished(run, "evaluate", fingerprint):
+        logger.info("evaluate: done for this checkpoint, %s", outcome(result))
+        return result
+    result = evaluate_drafter(parameters, tokens)
+    mark_finished(run, "evaluate", fingerprint)
+    logger.info("evaluate: %s", outcome(result))
+    return result
+
+
+@task(name="evaluate", task_run_name="evaluate {parameters.name}", cache_policy=NO_CACHE)
+def evaluate_drafter(parameters: Parameters, tokens: Path) -> Tree:
+    run = parameters.run_directory
+    with proposed_config(run, parameters):
+        watch_stage("evaluate", ["evaluate", str(run), "--tokens", str(tokens)], run)
+    result = read_json(run / "evaluation.json")
+    assert result is not None, "an evaluation that succeeded leaves evaluation.json"
+    with reporting(parameters.name, "evaluate") as reporter:
+        reporter.table("tau", tau_table(result), "τ on held-out rows, by domain and slot")
+    return result
+
+
+def outcome(result: Tree) -> str:
+    """`τ 1.01 → 1.31, lossless`: the state's message."""
+    tau: dict[str, Any] = result["tau"]
+    lossless = "lossless" if result["decode"]["lossless"] else "NOT lossless"
+    return f"τ {tau['before']['value']:.2f} → {tau['after']['value']:.2f}, {lossless}"

@@ -1,0 +1,61 @@
+"""Checkpoint → the layouts that servers load."""
+
+import logging
+from pathlib import Path
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from dflash.config import ExportConfig
+from flows.config import Home, Name, Parameters, run_directory
+from flows.keys import export_fingerprint
+from flows.run import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
+from flows.stage import watch_stage
+
+logger = logging.getLogger("flows.export")
+
+
+@flow(name="export", flow_run_name="export {name}")
+def export(name: Name, export: ExportConfig | None = None, home: Home = None) -> "State[Tree]":
+    """Writes the newest checkpoint of a run in the layouts that servers load.
+
+    Args:
+        name: name of the run; its directory is home/runs/name
+        export: layouts and place; null means as the run's own parameters say
+        home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+    """
+    parameters = read_parameters(run_directory(name, home))
+    if export is not None:
+        parameters = parameters.model_copy(update={"export": export}).resolved()
+    exported = export_run(parameters)
+    return Completed(message=outcome(exported), data=exported)
+
+
+def export_run(parameters: Parameters) -> Tree:
+    """Exports unless just this has been exported and is still there. Returns export.json."""
+    run = parameters.run_directory
+    fingerprint = export_fingerprint(parameters)
+    result = read_json(run / "export.json")
+    if result is not None and Path(result["path"]).is_dir() and is_finished(run, "export", fingerprint):
+        logger.info("export: done for this checkpoint, %s", outcome(result))
+        return result
+    result = export_drafter(parameters)
+    mark_finished(run, "export", fingerprint)
+    logger.info("export: %s", outcome(result))
+    return result
+
+
+@task(name="export", task_run_name="export {parameters.name}", cache_policy=NO_CACHE)
+def export_drafter(parameters: Parameters) -> Tree:
+    run = parameters.run_directory
+    with proposed_config(run, parameters):
+        watch_stage("export", ["export", str(run)], run)
+    result = read_json(run / "export.json")
+    assert result is not None, "an export that succeeded leaves export.json"
+    return result
+
+
+def outcome(result: Tree) -> str:
+    return f"{result['layout']} layout in {result['path']}"

@@ -1,0 +1,55 @@
+"""All of it: rows → token cache → checkpoints → report → drafter to serve."""
+
+from prefect import flow
+
+from cache.config import RowsConfig
+from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
+from flows.config import Home, Name, Parameters
+from flows.evaluate import evaluate_run
+from flows.export import export_run
+from flows.naming import full_run_name
+from flows.prepare import prepare_run
+from flows.run import Tree
+from flows.summary import summarise
+from flows.train import train_run
+
+
+@flow(name="full", flow_run_name=full_run_name)
+def full(
+    name: Name,
+    rows: RowsConfig,
+    target: TargetConfig,
+    drafter: DrafterConfig = DrafterConfig(),
+    training: TrainingConfig = TrainingConfig(),
+    evaluation: EvaluationConfig = EvaluationConfig(),
+    export: ExportConfig = ExportConfig(),
+    home: Home = None,
+) -> Tree:
+    """Prepares, trains, evaluates and exports; what is done already is not repeated.
+
+    Args:
+        name: name of the run; its directory is home/runs/name
+        rows: where the rows come from and what becomes of them
+        target: the frozen model to be sped up
+        drafter: the model being trained
+        training: how it is trained
+        evaluation: how it is evaluated
+        export: how it is exported
+        home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+    """
+    parameters, tokens = prepare_run(
+        Parameters(
+            name=name,
+            rows=rows,
+            target=target,
+            drafter=drafter,
+            training=training,
+            evaluation=evaluation,
+            export=export,
+            home=home,
+        )
+    )
+    train_run(parameters, tokens)
+    evaluate_run(parameters, tokens)
+    export_run(parameters)
+    return summarise(parameters, tokens)

@@ -1,0 +1,140 @@
+"""Rows → token cache: the target's files first, then one build per content key, ever."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+from cache.key import content_key
+from cache.writer import Progress, build
+from prefect import flow, task
+from prefect.context import FlowRunContext
+
+from cache.config import RowsConfig
+from cache.store import TokenCache
+from dflash.config import TargetConfig
+from flows.artifacts import reporting
+from flows.child import run_stage
+from flows.config import Home, Parameters, resolve_home, resolve_rows, resolve_target
+from flows.errors import BadParameter
+from flows.keys import tokens_key, why_not_open
+from flows.progress import StageProgress, progress_line
+from flows.report import sample_rows, tokens_table
+from flows.run import measured, read_json
+
+logger = logging.getLogger("flows.prepare")
+
+# What a tokenizer needs of a hub model, and its sizes; not the weights.
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+
+
+@flow(name="prepare", flow_run_name="prepare rows")
+def prepare(rows: RowsConfig, target: TargetConfig, home: Home = None) -> str:
+    """Makes the token cache of the rows for a target, unless it is there.
+
+    Args:
+        rows: where the rows come from and what becomes of them
+        target: the frozen model whose tokenizer is used
+        home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+    """
+    root = resolve_home(home)
+    return str(prepare_tokens(resolve_rows(rows, root), local_target(resolve_target(target, root), root), root))
+
+
+def prepare_run(parameters: Parameters) -> tuple[Parameters, Path]:
+    """The parameters with paths and target resolved, and the token cache of their rows."""
+    parameters = parameters.resolved()
+    home = resolve_home(parameters.home)
+    run = parameters.run_directory
+    target = local_target(parameters.target, home, run)
+    return parameters.model_copy(update={"target": target}), prepare_tokens(parameters.rows, target, home, run)
+
+
+def prepare_tokens(rows: RowsConfig, target: TargetConfig, home: Path, run: Path | None = None) -> Path:
+    """The directory of the token cache. Prefect's record is an index: it counts while the directory opens."""
+    tokenizer = tokenizer_directory(target)
+    key = content_key(rows, tokenizer).hex
+    directory = home / "tokens" / key
+    why_not = why_not_open(directory)
+    if why_not is not None and directory.exists():
+        logger.warning("The token cache %s does not open and is built again. %s", directory, why_not)
+    recorded = build_tokens.with_options(result_storage=home / "tokens" / ".records", refresh_cache=why_not is not None)
+    build_once = build_tokens.fn if FlowRunContext.get() is None else recorded  # a dry run has no server
+    with measured(None if why_not is None else run, "prepare"):
+        directory = home / "tokens" / build_once(rows, home, tokenizer, key)
+    logger.info("prepare: the token cache %s %s", directory, "was there" if why_not is None else "is new")
+    return directory
+
+
+@task(
+    name="prepare",
+    task_run_name="prepare {key}",
+    cache_key_fn=tokens_key,
+    persist_result=True,
+    result_serializer="json",
+)
+def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str:
+    """The name of the token cache below home/tokens, not its path: a home may move."""
+    with reporting(key[:8], "prepare") as reporter, progress_line("prepare") as line:
+
+        def on_progress(progress: Progress) -> None:
+            state = _stage_progress(progress)
+            line.show(state)
+            reporter.show(state)
+
+        vocabulary = rows.vocabulary or target_vocabulary(tokenizer)
+        directory = build(rows, home=home, tokenizer=tokenizer, vocabulary=vocabulary, progress=on_progress)
+        tokens = TokenCache.open(directory)
+        reporter.table("token-cache", tokens_table(tokens.manifest), f"token cache {directory.name}")
+        reporter.markdown("sample-rows", sample_rows(tokens, tokenizer), "three rows; the supervised tokens are bold")
+    return directory.name
+
+
+def _stage_progress(progress: Progress) -> StageProgress:
+    rate = progress.rows / progress.seconds if progress.seconds > 0 else 0.0
+    left = None if progress.total_rows is None or rate == 0 else (progress.total_rows - progress.rows) / rate
+    return StageProgress(
+        stage="prepare",
+        done=progress.rows,
+        total=progress.total_rows,
+        unit="rows",
+        rate=rate,
+        seconds=progress.seconds,
+        eta_s=left,
+        message=f"{progress.bytes / 1e6:,.0f} MB read",
+    )
+
+
+def local_target(target: TargetConfig, home: Path, run: Path | None = None) -> TargetConfig:
+    """The target with a GGUF file replaced by the directory of its dequantised weights, made once per content."""
+    file = Path(target.model)
+    if file.suffix != ".gguf":
+        if file.is_absolute() and not file.is_dir():
+            raise BadParameter(f"target.model: there is no directory {file}. Name one, a GGUF file, or a hub model.")
+        return target
+    if not file.is_file():
+        raise BadParameter(f"target.model: there is no file {file}. `make demo` fetches the one of the demo.")
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    directory = home / "targets" / sha256
+    if not (directory / "config.json").is_file():
+        logger.info("target: dequantising %s, once", file.name)
+        with measured(run, "target"), progress_line("target") as line:
+            run_stage("target", ["dequantise", str(file), str(home)], home / "targets", line.show)
+    return target.model_copy(update={"model": str(directory)})
+
+
+def tokenizer_directory(target: TargetConfig) -> Path:
+    """Where the tokenizer's files are; those of a hub model are fetched, its weights are not."""
+    directory = Path(target.model)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download  # imported here: a target on disk needs no hub
+
+    return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=TOKENIZER_FILES))
+
+
+def target_vocabulary(directory: Path) -> int | None:
+    """Rows of the target's embedding by its config.json, which is where ids end; None where it does not say."""
+    config = read_json(directory / "config.json") or {}
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return None if size is None else int(size)

@@ -1,0 +1,21 @@
+"""One stage of a run, watched: its time goes to the ledger, its progress to the terminal and to Prefect."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.artifacts import reporting
+from flows.child import run_stage
+from flows.progress import StageProgress, progress_line
+from flows.run import measured
+
+
+def watch_stage(stage: str, arguments: Sequence[str], run: Path) -> None:
+    """Runs `python -m dflash ARGUMENTS` for a run directory; raises what it failed with."""
+    with measured(run, stage) as tick, reporting(run.name, stage) as reporter, progress_line(stage) as line:
+
+        def on_progress(progress: StageProgress) -> None:
+            tick()
+            line.show(progress)
+            reporter.show(progress)
+
+        run_stage(stage, arguments, run, on_progress)

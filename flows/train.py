@@ -1,0 +1,131 @@
+"""Token cache → checkpoints: a check that the run fits, then training in a process of its own, retried from there."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+from prefect.tasks import exponential_backoff
+
+from cache.config import RowsConfig
+from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
+from flows.artifacts import reporting
+from flows.config import Home, Name, Parameters
+from flows.errors import CannotFit
+from flows.keys import is_hopeless, train_fingerprint
+from flows.limits import Limits, fix_limits
+from flows.naming import train_run_name
+from flows.prepare import prepare_run
+from flows.report import pipeline_table
+from flows.run import Tree, is_finished, mark_finished, proposed_config, read_json
+from flows.stage import watch_stage
+
+logger = logging.getLogger("flows.train")
+
+
+@flow(name="train", flow_run_name=train_run_name)
+def train(
+    name: Name,
+    rows: RowsConfig,
+    target: TargetConfig,
+    drafter: DrafterConfig = DrafterConfig(),
+    training: TrainingConfig = TrainingConfig(),
+    evaluation: EvaluationConfig = EvaluationConfig(),
+    export: ExportConfig = ExportConfig(),
+    home: Home = None,
+) -> "State[Tree]":
+    """Trains a drafter from the newest checkpoint of its run directory on, until the plan or this run's share is done.
+
+    Args:
+        name: name of the run; its directory is home/runs/name
+        rows: where the rows come from and what becomes of them
+        target: the frozen model to be sped up
+        drafter: the model being trained
+        training: how it is trained
+        evaluation: how it will be evaluated
+        export: how it will be exported
+        home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+    """
+    parameters, tokens = prepare_run(
+        Parameters(
+            name=name,
+            rows=rows,
+            target=target,
+            drafter=drafter,
+            training=training,
+            evaluation=evaluation,
+            export=export,
+            home=home,
+        )
+    )
+    trained = train_run(parameters, tokens)
+    return Completed(message=outcome(trained), data=trained)
+
+
+def train_run(parameters: Parameters, tokens: Path) -> Tree:
+    """Trains what is left of the run, at most up to the limits of this flow run. Returns train.json."""
+    run = parameters.run_directory
+    fingerprint = train_fingerprint(parameters, tokens)
+    trained = read_json(run / "train.json")
+    if trained is not None and trained["finished"] and is_finished(run, "train", fingerprint):
+        logger.info("train: nothing left, %s", outcome(trained))
+        return trained
+    limits = fix_limits(parameters)
+    if limits.are_reached(run):
+        logger.info("train: nothing to do in this run, %s", limits.reason(run))
+        return trained or {"finished": False, "epochs_done": 0, "epochs": parameters.training.epochs}
+    trained = train_drafter(parameters, tokens, limits)
+    if trained["finished"]:
+        mark_finished(run, "train", fingerprint)
+    logger.info("train: %s", outcome(trained))
+    return trained
+
+
+def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
+    """A wrong parameter or a bad row fails at once; a killed process or a lost GPU may do better next time."""
+    failure = state.result(raise_on_failure=False)
+    return not (isinstance(failure, BaseException) and is_hopeless(failure))
+
+
+# Called directly, never submitted: signals reach the main thread only. The retries sit here, around the child process,
+# because a flow retried in its own process keeps what the failed attempt held.
+@task(
+    name="train",
+    task_run_name="train {parameters.name}",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=10),
+    retry_jitter_factor=0.5,
+    retry_condition_fn=is_worth_retrying,
+)
+def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
+    run = parameters.run_directory
+    with proposed_config(run, parameters):
+        check_run(run, tokens)
+        watch_stage("train", ["train", str(run), "--tokens", str(tokens), *limits.arguments()], run)
+    trained = read_json(run / "train.json")
+    assert trained is not None, "a training that succeeded leaves train.json"
+    with reporting(parameters.name, "train") as reporter:
+        reporter.table("pipeline", pipeline_table(trained), str(trained.get("bottleneck", "")))
+    return trained
+
+
+def check_run(run: Path, tokens: Path) -> Tree:
+    """Refuses what cannot fit, from a measured step, before hours are spent on it. Returns plan.json."""
+    watch_stage("check", ["check", str(run), "--tokens", str(tokens)], run)
+    plan = read_json(run / "plan.json")
+    assert plan is not None, "a check that succeeded leaves plan.json"
+    if not plan["fits"]:
+        raise CannotFit("This run cannot fit here. " + " ".join(plan["refusals"]))
+    return plan
+
+
+def outcome(trained: Tree) -> str:
+    """`2/2 epochs, 480 steps, loss 3.81`: the state's message."""
+    done = f"{trained['epochs_done']}/{trained['epochs']} epochs"
+    left = "nothing left" if trained["finished"] else "more to come"
+    loss = f", {trained['steps']:,} steps, loss {trained['loss']:.3f}" if trained.get("loss") is not None else ""
+    return f"{left}: {done}{loss}"
