@@ -76,9 +76,10 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def epochs_done(run: Path) -> int:
-    """Whole epochs behind the newest checkpoint."""
+    """Whole epochs behind the newest checkpoint: the first number of its name."""
     newest = newest_checkpoint(run)
-    return 0 if newest is None else int((read_json(newest / "state.json") or {"epoch": 0})["epoch"])
+    match = None if newest is None else _CHECKPOINT.fullmatch(newest.name)
+    return 0 if match is None else int(match[1])
 
 
 def _names(run: Path) -> list[str]:
