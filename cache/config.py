@@ -1,5 +1,7 @@
 """Parameters of rows: where they come from and what becomes of them."""
 
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -49,3 +51,12 @@ class RowsConfig(BaseModel):
         0.1, description="largest share of rows that may be dropped before the build is refused", ge=0, le=1
     )
     held_out: float = Field(0.05, description="share of conversations held out of training", ge=0, lt=1)
+
+
+def default_home() -> Path:
+    """Where data lives unless told otherwise: `$DFLASH_HOME`, else `var/` in the repository (or working directory)."""
+    told = os.environ.get("DFLASH_HOME")
+    if told:
+        return Path(told).expanduser()
+    repository = Path(__file__).resolve().parent.parent
+    return (repository if (repository / "pyproject.toml").is_file() else Path.cwd()) / "var"

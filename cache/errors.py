@@ -19,3 +19,7 @@ class CacheCorrupt(CacheError):
 
 class BadRow(CacheError):
     """The source holds a row that no rule allows to drop: names file, row and value."""
+
+
+class BadSource(CacheError):
+    """The source cannot be read as rows: not there, several splits, an unknown format, no usable column, or too few good rows."""

@@ -55,7 +55,7 @@ class Tokenised:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Rows as spans of a flat array, in order and without overlap: row `i` is `values[start[i]:start[i] + length[i]]`."""
+    """Rows as spans of a flat array, in order, none overlapping: row `i` is `values[start[i]:start[i] + length[i]]`."""
 
     values: Integer[ndarray, "C"]
     start: Int64[ndarray, "R"]
@@ -82,8 +82,8 @@ class Spans:
         edges = np.zeros(high - low + 1, dtype=np.int8)
         edges[start - low] += 1
         edges[end - low] -= 1
-        inside = np.cumsum(edges[:-1], dtype=np.int8, out=edges[:-1]).view(bool)
-        return self.values[low:high][inside]
+        np.cumsum(edges, dtype=np.int8, out=edges)
+        return np.compress(edges[:-1].view(bool), self.values[low:high])
 
 
 def spans_of(values: Integer[ndarray, "T"], offsets: Int64[ndarray, "R+1"]) -> Spans:
@@ -100,25 +100,45 @@ def windows(
     return row, inside, np.minimum(size, length[row] - inside)
 
 
-def num_anchors(mask: Spans) -> Int64[ndarray, "R"]:
-    """Number of legal anchors of each row: positions whose own token and the next are supervised, both in the row."""
-    pairs = np.zeros(mask.num_rows, dtype=np.int64)
+def has_anchor(mask: Spans) -> Bool[ndarray, "R"]:
+    """Rows with a legal anchor: a supervised position whose next one is supervised, too, and in the same row."""
+    found = np.zeros(mask.num_rows, dtype=bool)
     long = np.flatnonzero(mask.length >= MIN_TOKENS)
     if not long.size:
-        return pairs
-    low = int(mask.start[long[0]])
-    high = int(mask.start[long[-1]] + mask.length[long[-1]])
-    used = mask.values[low:high]
-    legal = np.empty(used.size, dtype=np.uint8)  # one longer than the pairs: reduceat needs an index for the last end
+        return found
+    start, last = mask.start[long], mask.start[long] + mask.length[long] - 1
+    used = mask.values[start[0] : last[-1] + 1]
+    legal = np.zeros_like(used)  # as long as `used`: reduceat wants every bound to be an index
     np.bitwise_and(used[:-1], used[1:], out=legal[:-1])
-    legal[-1] = 0
-    # reduceat over [start, last token) and the rest in between; every second sum is a row's.
-    bounds = np.empty(2 * long.size, dtype=np.int64)
-    bounds[0::2] = mask.start[long] - low
-    bounds[1::2] = mask.start[long] + mask.length[long] - 1 - low
-    pairs[long] = np.add.reduceat(legal, bounds, dtype=np.int64)[0::2]
-    return pairs
+    # reduceat over [start, last) and over the rest up to the next start, in turns; every second result is a row's.
+    bounds = np.stack([start, last], axis=1).ravel() - start[0]
+    found[long] = np.bitwise_or.reduceat(legal, bounds)[0::2] != 0
+    return found
 
 
-def num_supervised(mask: Spans) -> int:
-    return int(np.count_nonzero(mask.flat()))
+def last_runs(mask: Spans) -> Spans:
+    """The rows' masks, back to back, with ones only in the last run of ones of each row."""
+    flat, offsets = mask.flat(), offsets_of(mask.length)
+    before = np.zeros_like(flat)
+    before[1:] = flat[:-1]
+    before[offsets[:-1][mask.length > 0]] = 0  # the token before a row's first is another row's
+    opens = np.flatnonzero(flat & (before ^ 1))
+    # Of each row, the last opening before its end; rows without one keep nothing anyway.
+    last = np.searchsorted(opens, offsets[1:], side="left") - 1
+    start = np.where(last >= 0, opens[np.maximum(last, 0)] if opens.size else 0, 0)
+    start = np.maximum(start, offsets[:-1])
+    edges = np.zeros(flat.size + 1, dtype=np.int8)
+    some = mask.length > 0
+    edges[start[some]] += 1
+    edges[offsets[1:][some]] -= 1
+    return spans_of(flat & np.cumsum(edges, dtype=np.int8)[:-1].view(np.uint8), offsets)
+
+
+def num_runs(mask: Spans) -> int:
+    """Number of runs of supervised tokens, counted row by row: the answers."""
+    flat = mask.flat()
+    starts = np.count_nonzero(flat[1:] > flat[:-1])
+    first = offsets_of(mask.length)[:-1][mask.length > 0]
+    before = np.maximum(first - 1, 0)
+    # A run that opens a row was counted above only where the row before it ends unsupervised.
+    return int(starts + np.count_nonzero(flat[first] & np.where(first > 0, flat[before], 1)))

@@ -1,0 +1,107 @@
+"""Hash of the source's content, at disk speed, and a sidecar so that an unchanged file is hashed once.
+
+The sidecar remembers size, times and inode beside the hash. A file that changed a moment ago is not remembered: its
+clock is too coarse to show that it changed again.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+from cache.files import Part
+from cache.readahead import read_blocks
+from cache.source import in_memory
+
+SETTLED_S = 2.0  # a file's times tell every change once it is this old
+
+State = tuple[int, ...]
+
+
+def state_of(path: Path) -> State:
+    """What the file system says of a file; equal states of a settled file mean equal content."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
+
+
+def hash_parts(parts: list[Part], sidecar: Path) -> str:
+    """xxh3 over the files' formats, sizes and hashes, in order; names and places are not in it."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        for role, files in (("rows", part.files), ("indices", part.indices)):
+            for file in files:
+                digest.update(f"{role}:{file.format}:{hash_file(file.path, sidecar)};".encode())
+        digest.update(b"|")
+    return digest.hexdigest()
+
+
+def hash_file(path: Path, sidecar: Path) -> str:
+    """xxh3-128 of a file's content, from the sidecar directory where the file is the one that was hashed."""
+    place = str(path.resolve())
+    remembered = sidecar / f"{xxhash.xxh3_128_hexdigest(place.encode())}.json"
+    state = state_of(path)
+    known = _read(remembered)
+    if known is not None and known.get("path") == place and known.get("state") == list(state):
+        return str(known["xxh3"])
+    digest = xxhash.xxh3_128()
+    for block in read_blocks(path):
+        digest.update(block)
+    changed_ns = max(state[1], state[2])
+    if state_of(path) == state and time.time_ns() - changed_ns > SETTLED_S * 1e9:
+        _write(remembered, {"path": place, "state": list(state), "xxh3": digest.hexdigest()})
+    return digest.hexdigest()
+
+
+def hash_table(data: Any) -> str:
+    """xxh3 of a table in memory, as Arrow would send it: slices count as what they show."""
+    memory = in_memory(data)
+    digest = xxhash.xxh3_128()
+    sink = _HashSink(digest)
+    tables = [memory.table]
+    if memory.indices is not None:
+        tables.append(pa.table({"indices": memory.indices}))
+    for table in tables:
+        plain = table.replace_schema_metadata(None)
+        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), plain.schema) as stream:
+            stream.write_table(plain)
+    return digest.hexdigest()
+
+
+class _HashSink:
+    """A file that only hashes what is written to it."""
+
+    closed = False
+
+    def __init__(self, digest: Any) -> None:
+        self._digest, self._position = digest, 0
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._position += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None  # not there, or half written by a killed process: hash again
+    return content if isinstance(content, dict) else None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".tmp-{os.getpid()}-{time.monotonic_ns()}")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)

@@ -1,0 +1,170 @@
+"""Lines of JSON → Arrow record batches.
+
+Token rows are parsed by Arrow, many lines at once, with the schema that the first line shows. Conversations keep
+their JSON text: one schema for all lines would fill a key that one line lacks with a null of another line. A block
+that Arrow refuses is read again line by line, so that an error names the line, and a line that is only odd is kept.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.json
+
+from cache.columns import USUAL, Layout
+from cache.errors import BadRow, BadSource
+
+BLOCK_BYTES = 1 << 22  # text that is parsed at once; a longer line is its own block
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Neighbouring lines of a file, none of them blank."""
+
+    first: int  # number of the first line, from 0
+    count: int
+    text: bytes
+    position: int  # bytes of the file that were read up to here
+
+
+def first_object(path: Path) -> dict[str, Any]:
+    """The first line that is not blank: it shows which columns there are."""
+    for lines in read_lines(path, block_bytes=1 << 16):
+        return _object(lines.text.split(b"\n", 1)[0], path, lines.first)
+    raise BadSource(f"{path}: no line in it, expected one JSON object a line.")
+
+
+def read_lines(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lines]:
+    """The file in blocks of whole lines; blank lines end a block and are left out."""
+    number, rest = 0, b""
+    with pa.input_stream(str(path), compression="detect") as stream:
+        while True:
+            read = stream.read(block_bytes)
+            text = rest + read
+            if number == 0 and text.startswith(b"\xef\xbb\xbf"):
+                text = text[3:]
+            end = text.rfind(b"\n") + 1 if read else len(text)
+            block, rest = text[:end], text[end:]
+            for first, count, part in _without_blanks(block):
+                yield Lines(number + first, count, part, stream.tell())
+            number += block.count(b"\n")
+            if not read:
+                return
+
+
+def token_batch(lines: Lines, layout: Layout, schema: pa.Schema, path: Path) -> pa.RecordBatch:
+    """One record batch of the layout's columns, typed by `schema`."""
+    options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    try:
+        table = pa.json.read_json(
+            pa.BufferReader(lines.text),
+            read_options=pa.json.ReadOptions(use_threads=False, block_size=len(lines.text) + 1),
+            parse_options=options,
+        )
+    except pa.ArrowInvalid:
+        table = None
+    if table is not None and table.num_rows == lines.count:
+        batches = table.combine_chunks().to_batches()
+        return batches[0].select(layout.names)
+    columns: dict[str, list[Any]] = {name: [] for name in layout.names}
+    for number, line in enumerate(lines.text.splitlines(), lines.first):
+        row = _object(line, path, number)
+        for name in layout.names:
+            value = row.get(name)
+            try:
+                pa.array([value], schema.field(name).type)
+            except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+                shown = json.dumps(value)[:80]
+                raise BadRow(
+                    f"line {number + 1} of {path}, column {name}: {shown}, expected {schema.field(name).type} "
+                    "as in the first line. Repair the line."
+                ) from None
+            columns[name].append(value)
+    return pa.RecordBatch.from_pydict(columns, schema=pa.schema([schema.field(name) for name in layout.names]))
+
+
+def conversation_batch(lines: Lines, layout: Layout, path: Path) -> pa.RecordBatch:
+    """One record batch with the conversations (and tools) as JSON text; half a surrogate pair becomes U+FFFD."""
+    assert layout.messages is not None
+    names = (layout.messages, *USUAL["messages"])
+    rows = []
+    for number, line in enumerate(lines.text.splitlines(), lines.first):
+        row = _object(line, path, number)
+        name = next((name for name in names if name in row), None)
+        if name is None:
+            raise BadRow(
+                f"line {number + 1} of {path}: keys {', '.join(row)}, expected {layout.messages} among them. Repair "
+                "the line, or set rows.columns.messages."
+            )
+        rows.append(row | {layout.messages: row[name]})
+    columns = {}
+    for name in layout.names:
+        values = [row.get(name) for row in rows]
+        if name in (layout.messages, "tools"):
+            texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+            columns[name] = _text_array(texts)
+        elif name == "finished":
+            columns[name] = pa.array([None if value is None else bool(value) for value in values], pa.bool_())
+        else:
+            columns[name] = _text_array([None if value is None else str(value) for value in values])
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def schema_of(row: dict[str, Any], layout: Layout, path: Path) -> pa.Schema:
+    """Types of token columns, as the first line shows them: JSON's integers are 64 bits wide."""
+    fields = []
+    for name in layout.names:
+        value = row.get(name)
+        if name == layout.group:
+            fields.append(pa.field(name, pa.string()))
+            continue
+        if value is not None and not isinstance(value, list):
+            raise BadSource(f"{path}: column {name} holds {type(value).__name__}, expected lists. Set rows.columns.")
+        is_bool = value is not None and isinstance(next(iter(value), None), bool)
+        fields.append(pa.field(name, pa.list_(pa.bool_() if is_bool else pa.int64())))
+    return pa.schema(fields)
+
+
+def _without_blanks(block: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Runs of lines that are not blank: number of the first, count, text."""
+    count = block.count(b"\n") + (not block.endswith(b"\n") and bool(block))
+    if b"\n\n" not in block and b"\n " not in block and b"\n\r" not in block and b"\n\t" not in block:
+        if block.strip():  # the usual case: no blank line between; the first may still be one
+            lead = len(block) - len(block.lstrip(b"\r\n\t "))
+            skipped = block[:lead].count(b"\n")
+            yield skipped, count - skipped, block[lead:]
+        return
+    run: list[bytes] = []
+    first = 0
+    for number, line in enumerate(block.split(b"\n")):
+        if line.strip():
+            if not run:
+                first = number
+            run.append(line)
+        elif run:
+            yield first, len(run), b"\n".join(run) + b"\n"
+            run = []
+    if run:
+        yield first, len(run), b"\n".join(run) + b"\n"
+
+
+def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadRow(f"line {number + 1} of {path}: not JSON ({error}). Repair or remove the line.") from None
+    if not isinstance(row, dict):
+        raise BadRow(f"line {number + 1} of {path}: a JSON {type(row).__name__}, expected an object. Repair the line.")
+    return row
+
+
+def _text_array(texts: list[str | None]) -> pa.Array:
+    """Text for Arrow; half a surrogate pair, which JSON lets through and UTF-8 cannot say, becomes U+FFFD."""
+    try:
+        return pa.array(texts, pa.string())
+    except UnicodeEncodeError:
+        whole = [text and text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+        return pa.array(whole, pa.string())

@@ -1,0 +1,103 @@
+"""The manifest: what a token cache says of itself, and the only thing that makes its bytes trustworthy."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from cache.errors import CacheCorrupt, CacheMismatch
+
+LAYOUT_VERSION = 1
+INNER_CHUNK = 1 << 20  # elements of one inner chunk of a shard: what a Zarr reader fetches for one row
+
+# Arrays of a cache, in the order in which they are written; ids has the manifest's dtype.
+ROW_DTYPES = {"offsets": "int64", "split": "uint8", "group": "uint16", "source_row": "int64"}
+ARRAYS = ("ids", "mask", *ROW_DTYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFacts:
+    """What the file of one array must be."""
+
+    size_bytes: int
+    xxh3: str  # xxh3-64 of the whole file
+    metadata_xxh3: str  # of the zarr.json beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that a reader needs to know, and to check, without reading a token."""
+
+    layout_version: int
+    key: str
+    key_parts: dict[str, str]
+    rows: int
+    tokens: int
+    supervised_tokens: int
+    answers: int  # runs of supervised tokens
+    dtype: str  # of the ids
+    vocabulary: int
+    arrays: dict[str, ArrayFacts]
+    source_rows: int  # rows read
+    dropped: dict[str, int]  # reason → rows; reasons that end in _piece count pieces of rows that were kept
+    noted: dict[str, int]  # what was changed in conversations without dropping one → how often
+    truncated: int  # rows cut at max_tokens
+    truncated_tokens: int  # tokens that were cut off
+    dropped_tokens: int  # tokens of the rows and pieces that were dropped once they were tokens
+    length_histogram: tuple[tuple[int, int], ...]  # (longest length of the bin, rows in it), powers of two
+    group_names: list[str]
+    tokenizer: dict[str, Any]  # stop ids, ids of a probe text; empty where rows came tokenised without one
+
+    def dtypes(self) -> dict[str, str]:
+        return {"ids": self.dtype, "mask": "uint8", **ROW_DTYPES}
+
+    def sizes(self) -> dict[str, int]:
+        """Number of elements of each array."""
+        of_rows = dict.fromkeys(ROW_DTYPES, self.rows)
+        return {"ids": self.tokens, "mask": self.tokens, **of_rows, "offsets": self.rows + 1}
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of the rows that a rule dropped; rows of other groups were not asked for, so they do not count."""
+        lost = sum(n for reason, n in self.dropped.items() if reason != "other_group" and not reason.endswith("_piece"))
+        return lost / max(1, self.source_rows - self.dropped.get("other_group", 0))
+
+    def to_json(self) -> dict[str, Any]:
+        content = asdict(self)
+        content["length_histogram"] = [list(pair) for pair in self.length_histogram]
+        return content | {"checksum": checksum(content)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], path: str = "the manifest") -> "Manifest":
+        """Read back what `to_json` made; refuses other layouts and changed content."""
+        version = content.get("layout_version")
+        if version != LAYOUT_VERSION:
+            raise CacheMismatch(
+                f"{path}: layout version {version!r}, expected {LAYOUT_VERSION}. "
+                "The cache was written by another version of this program: prepare the rows again."
+            )
+        body = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        if content.get("checksum") != checksum(body):
+            raise CacheCorrupt(
+                f"{path}: the manifest's checksum is {checksum(body)}, expected {content.get('checksum')}. "
+                "The file was changed or damaged: remove the cache and prepare the rows again."
+            )
+        body["arrays"] = {name: ArrayFacts(**facts) for name, facts in body["arrays"].items()}
+        body["length_histogram"] = tuple((int(top), int(rows)) for top, rows in body["length_histogram"])
+        return cls(**body)
+
+
+def checksum(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(canonical(content))
+
+
+def canonical(content: Any) -> bytes:
+    """JSON in one spelling, so that equal content has equal bytes."""
+    return json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
+
+
+def dtype_for(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The narrowest dtype that holds every id below `vocabulary`."""
+    return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)

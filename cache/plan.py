@@ -1,0 +1,84 @@
+"""Which rows make which micro-batch: a pure function of the lengths, the seed and the epoch.
+
+A seeded permutation is cut into windows; inside a window rows are sorted by length and cut by `tokens_per_batch`, so
+that rows of one batch have nearly one length; then the batches are shuffled. Every row is in exactly one batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from cache.ragged import offsets_of
+
+WINDOW_BATCHES = 128  # batches of one window: more pad less (98.9 % efficiency here), but mix lengths less
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """Micro-batches of one epoch: batch `i` is `row_ids[batch_offsets[i]:batch_offsets[i + 1]]`."""
+
+    row_ids: Int64[ndarray, "n"]
+    batch_offsets: Int64[ndarray, "M+1"]
+    epoch: int
+
+    @property
+    def num_batches(self) -> int:
+        return self.batch_offsets.size - 1
+
+    def batch(self, index: int) -> Int64[ndarray, "B"]:
+        if not 0 <= index < self.num_batches:
+            raise IndexError(f"batch {index} of epoch {self.epoch}: expected 0..{self.num_batches - 1}")
+        return self.row_ids[self.batch_offsets[index] : self.batch_offsets[index + 1]]
+
+    def padding_efficiency(self, lengths: Int64[ndarray, "R"]) -> float:
+        """Share of the padded tokens B·S that are tokens of rows."""
+        if not self.num_batches:
+            return 1.0
+        length = lengths[self.row_ids]
+        longest = np.maximum.reduceat(length, self.batch_offsets[:-1])
+        return float(length.sum() / (longest * np.diff(self.batch_offsets)).sum())
+
+
+def plan_epoch(
+    lengths: Int64[ndarray, "R"], row_ids: Int64[ndarray, "n"], *, tokens_per_batch: int, seed: int, epoch: int
+) -> EpochPlan:
+    """Plan one epoch over `row_ids`; B·S of a batch stays within `tokens_per_batch`, a longer row is its own batch."""
+    if not row_ids.size:
+        return EpochPlan(row_ids, np.zeros(1, dtype=np.int64), epoch)
+    # Raw words of the counter-based generator: numpy promises that they never change, unlike Generator.permutation.
+    random = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    rows = row_ids[np.argsort(random.random_raw(row_ids.size), kind="stable")]
+    length = lengths[rows]
+
+    mean = max(1.0, float(length.mean()))
+    size = max(1, round(WINDOW_BATCHES * max(1.0, tokens_per_batch / mean)))  # rows of a window
+    window = np.arange(rows.size, dtype=np.int64) // size
+    order = np.lexsort((-length, window))  # longest first inside a window, ties in random order
+    rows, length = rows[order], length[order]
+
+    first = _first_rows(length, window, size, tokens_per_batch)
+    shuffled = np.argsort(random.random_raw(first.size), kind="stable")
+    count = np.diff(np.append(first, rows.size))[shuffled]
+    offsets = offsets_of(count)
+    source = np.repeat(first[shuffled] - offsets[:-1], count) + np.arange(rows.size, dtype=np.int64)
+    return EpochPlan(rows[source], offsets, epoch)
+
+
+def _first_rows(
+    length: Int64[ndarray, "n"], window: Int64[ndarray, "n"], size: int, tokens_per_batch: int
+) -> Int64[ndarray, "M"]:
+    """Index of each batch's first row, where windows are sorted longest first: S is the first row's length."""
+    rows = np.arange(length.size, dtype=np.int64)
+    end = np.minimum((window + 1) * size, length.size)
+    following = np.minimum(rows + np.maximum(1, tokens_per_batch // np.maximum(1, length)), end)
+    # All windows step to their next batch at once, until none has one.
+    starts, cuts = rows[::size], []
+    stops = end[starts]
+    while starts.size:
+        cuts.append(starts)
+        starts = following[starts]
+        within = starts < stops
+        starts, stops = starts[within], stops[within]
+    return np.sort(np.concatenate(cuts))

@@ -1,0 +1,154 @@
+"""The written rules: which rows and pieces of rows are kept, on which side of the split, and why the others are not.
+
+One place for rows that came tokenised and for conversations. In order: rows of other groups; null, empty and too
+short rows; rows over `max_tokens` (cut, dropped, or cut into windows); and last, what has no legal anchor *then*.
+A row is dropped when none of its pieces is kept; a piece that is lost from a kept row is counted apart.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+from jaxtyping import Bool, Int64, UInt8
+from numpy import ndarray
+
+from cache.config import RowsConfig
+from cache.ragged import MIN_TOKENS, Spans, has_anchor, num_runs, windows
+
+SALT = 0x9E3779B97F4A7C15  # of the split: constant, so that a conversation is on one side in every cache
+SAMPLES = 32  # ids of a row that came tokenised, by which its side is drawn
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the rules did, over the whole source."""
+
+    source_rows: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+    truncated_tokens: int = 0
+    dropped_tokens: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    answers: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)  # exponent of two → rows
+
+    def length_histogram(self) -> tuple[tuple[int, int], ...]:
+        """Rows by length: (longest of the bin, how many), every bin up to the longest row."""
+        return tuple((1 << power, self.lengths[power]) for power in range(1, max(self.lengths, default=0) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a chunk on their way: ids and mask of equal length, and the chunk's row each came from."""
+
+    ids: Spans
+    mask: Spans
+    row: Int64[ndarray, "R"]  # not decreasing: pieces of one row are neighbours
+
+    def select(self, keep: Bool[ndarray, "R"]) -> "Rows":
+        return self if keep.all() else Rows(self.ids.select(keep), self.mask.select(keep), self.row[keep])
+
+
+def usable(length: Int64[ndarray, "R"], valid: Bool[ndarray, "R"], counts: Counts) -> Bool[ndarray, "R"]:
+    """Rows that are there and long enough for an anchor and one token to predict."""
+    empty, short = valid & (length == 0), valid & (length > 0) & (length < MIN_TOKENS)
+    for reason, rows in (("null", ~valid), ("empty", empty), ("too_short", short)):
+        counts.dropped[reason] += int(np.count_nonzero(rows))
+    counts.dropped_tokens += int(length[short].sum())
+    return valid & (length >= MIN_TOKENS)
+
+
+def fit(rows: Rows, policy: RowsConfig, counts: Counts) -> Rows:
+    """Apply `max_tokens` and `overflow`, then drop what has no legal anchor; counts what it keeps and what not."""
+    length = rows.ids.length
+    over = length > policy.max_tokens
+    lost = np.zeros(rows.row.size, dtype=bool)
+    if over.any():
+        if policy.overflow == "truncate":
+            counts.truncated += int(np.count_nonzero(over))
+            counts.truncated_tokens += int((length[over] - policy.max_tokens).sum())
+            cut = np.minimum(length, policy.max_tokens)
+            rows = Rows(_with_length(rows.ids, cut), _with_length(rows.mask, cut), rows.row)
+        elif policy.overflow == "drop":
+            lost = over
+        else:
+            row, inside, size = windows(length, policy.max_tokens)
+            rows = Rows(_pieces(rows.ids, row, inside, size), _pieces(rows.mask, row, inside, size), rows.row[row])
+            lost = np.zeros(rows.row.size, dtype=bool)
+    no_anchor = ~lost & ~has_anchor(rows.mask)
+    keep = ~lost & ~no_anchor
+    _count_lost(rows, keep, no_anchor, counts)
+    kept = rows.select(keep)
+    _count_kept(kept, counts)
+    return kept
+
+
+def sides_of_texts(texts: Sequence[str], held_out: float) -> UInt8[ndarray, "R"]:
+    """0 train, 1 held out, by the xxh3 of each conversation's first user text."""
+    hashes = np.array([xxhash.xxh3_64_intdigest(text.encode(), SALT) for text in texts], dtype=np.uint64)
+    return _side(hashes, held_out)
+
+
+def sides_of_ids(ids: Spans, held_out: float) -> UInt8[ndarray, "R"]:
+    """0 train, 1 held out, by a hash of each row's length and of `SAMPLES` ids spread over it.
+
+    A few ids and not all: hashing every token would cost as much as the conversion. Spread over the row and not its
+    front: rows often begin with the same long instruction. Equal rows are on one side, which is what a split is for.
+    """
+    hashes = _mix(ids.length.astype(np.uint64) + np.uint64(SALT))
+    for sample in range(SAMPLES):
+        at = ids.start + ids.length * sample // SAMPLES
+        hashes = _mix(hashes ^ ids.values[at].astype(np.int64).view(np.uint64))
+    return _side(hashes, held_out)
+
+
+def _side(hashes: ndarray, held_out: float) -> UInt8[ndarray, "R"]:
+    # Compared in 53 bits, where a float is exact: hash < held_out · 2⁶⁴.
+    return ((hashes >> np.uint64(11)).astype(np.float64) < held_out * 2.0**53).astype(np.uint8)
+
+
+def _mix(words: ndarray) -> ndarray:
+    """The finaliser of splitmix64, on many words at once."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _with_length(spans: Spans, length: Int64[ndarray, "R"]) -> Spans:
+    return Spans(spans.values, spans.start, length)
+
+
+def _pieces(spans: Spans, row: ndarray, inside: ndarray, size: ndarray) -> Spans:
+    return Spans(spans.values, spans.start[row] + inside, size)
+
+
+def _count_lost(rows: Rows, keep: ndarray, no_anchor: ndarray, counts: Counts) -> None:
+    if keep.all():
+        return
+    counts.dropped_tokens += int(rows.ids.length[~keep].sum())
+    alive = np.zeros(int(rows.row[-1]) + 1, dtype=bool)
+    alive[rows.row[keep]] = True
+    is_piece = alive[rows.row]
+    counts.dropped["no_anchor_piece"] += int(np.count_nonzero(no_anchor & is_piece))
+    gone = np.unique(rows.row[no_anchor & ~is_piece])
+    counts.dropped["no_anchor"] += gone.size
+    # A conversation may give several rows; one that is over max_tokens and one without an anchor are one dropped row.
+    lost = ~keep & ~no_anchor
+    counts.dropped["too_long_piece"] += int(np.count_nonzero(lost & is_piece))
+    counts.dropped["too_long"] += np.setdiff1d(rows.row[lost & ~is_piece], gone).size
+
+
+def _count_kept(rows: Rows, counts: Counts) -> None:
+    length = rows.ids.length
+    counts.rows += length.size
+    counts.tokens += int(length.sum())
+    counts.supervised_tokens += int(np.count_nonzero(rows.mask.flat()))
+    counts.answers += num_runs(rows.mask)
+    powers = np.ceil(np.log2(np.maximum(length, 2))).astype(np.int64)
+    for power, number in enumerate(np.bincount(powers).tolist()):
+        if number:
+            counts.lengths[power] += number
