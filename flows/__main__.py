@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         deployment = deployments[options.name]
         tree = with_overrides(deployment.parameters, options.set)
         os.chdir(root)  # Prefect reads prefect.toml from the working directory only
+        os.environ.setdefault("DO_NOT_TRACK", "1")  # and says on terminals that it tracks, whatever that file says
         flow = deployment.load()
         parameters = check_parameters(flow.fn, tree)
         _speak_plainly()

@@ -25,6 +25,7 @@ from flows.progress import StageProgress
 
 logger = logging.getLogger("flows.child")
 
+PROGRAM = (sys.executable, "-m", "dflash")
 STOP_TIMEOUT_S = 25.0
 WATCH_EVERY_S = 0.5
 STOPPED_CLEANLY = 75
@@ -50,7 +51,7 @@ def run_stage(
     Returns when it succeeded. Raises the error it failed with, as the same type. When this process was told to stop,
     the child is told too, and the signal then takes its usual effect here.
     """
-    run_command(stage, [sys.executable, "-m", "dflash", *arguments], directory, on_progress)
+    run_command(stage, [*PROGRAM, *arguments], directory, on_progress)
 
 
 def run_command(

@@ -43,7 +43,7 @@ def evaluate_run(parameters: Parameters, tokens: Path) -> Tree:
     fingerprint = evaluate_fingerprint(parameters, tokens)
     result = read_json(run / "evaluation.json")
     if result is not None and (run / "report.html").exists() and is_finished(run, "evaluate", fingerprint):
-        logger.info("evaluate: done for this checkpoint, %s", outcome(result))
+        logger.info("evaluate: not repeated for this checkpoint, %s", outcome(result))
         return result
     result = evaluate_drafter(parameters, tokens)
     mark_finished(run, "evaluate", fingerprint)

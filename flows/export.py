@@ -39,7 +39,7 @@ def export_run(parameters: Parameters) -> Tree:
     fingerprint = export_fingerprint(parameters)
     result = read_json(run / "export.json")
     if result is not None and Path(result["path"]).is_dir() and is_finished(run, "export", fingerprint):
-        logger.info("export: done for this checkpoint, %s", outcome(result))
+        logger.info("export: not repeated for this checkpoint, %s", outcome(result))
         return result
     result = export_drafter(parameters)
     mark_finished(run, "export", fingerprint)

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from cache.key import content_key
-from cache.writer import Progress, build
+from cache.writer import Progress, build, refuse_drops
 from prefect import flow, task
 from prefect.context import FlowRunContext
 
@@ -19,7 +19,7 @@ from flows.errors import BadParameter
 from flows.keys import tokens_key, why_not_open
 from flows.progress import StageProgress, progress_line
 from flows.report import sample_rows, tokens_table
-from flows.run import measured, read_json
+from flows.run import measured
 
 logger = logging.getLogger("flows.prepare")
 
@@ -52,7 +52,7 @@ def prepare_run(parameters: Parameters) -> tuple[Parameters, Path]:
 def prepare_tokens(rows: RowsConfig, target: TargetConfig, home: Path, run: Path | None = None) -> Path:
     """The directory of the token cache. Prefect's record is an index: it counts while the directory opens."""
     tokenizer = tokenizer_directory(target)
-    key = content_key(rows, tokenizer).hex
+    key = content_key(rows, tokenizer, home=home).hex
     directory = home / "tokens" / key
     why_not = why_not_open(directory)
     if why_not is not None and directory.exists():
@@ -61,6 +61,7 @@ def prepare_tokens(rows: RowsConfig, target: TargetConfig, home: Path, run: Path
     build_once = build_tokens.fn if FlowRunContext.get() is None else recorded  # a dry run has no server
     with measured(None if why_not is None else run, "prepare"):
         directory = home / "tokens" / build_once(rows, home, tokenizer, key)
+    refuse_drops(TokenCache.open(directory).manifest, rows)  # the limit may be lower than when it was built
     logger.info("prepare: the token cache %s %s", directory, "was there" if why_not is None else "is new")
     return directory
 
@@ -81,8 +82,7 @@ def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str
             line.show(state)
             reporter.show(state)
 
-        vocabulary = rows.vocabulary or target_vocabulary(tokenizer)
-        directory = build(rows, home=home, tokenizer=tokenizer, vocabulary=vocabulary, progress=on_progress)
+        directory = build(rows, home=home, tokenizer=tokenizer, vocabulary=None, progress=on_progress)
         tokens = TokenCache.open(directory)
         reporter.table("token-cache", tokens_table(tokens.manifest), f"token cache {directory.name}")
         reporter.markdown("sample-rows", sample_rows(tokens, tokenizer), "three rows; the supervised tokens are bold")
@@ -91,7 +91,7 @@ def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str
 
 def _stage_progress(progress: Progress) -> StageProgress:
     rate = progress.rows / progress.seconds if progress.seconds > 0 else 0.0
-    left = None if progress.total_rows is None or rate == 0 else (progress.total_rows - progress.rows) / rate
+    left = progress.seconds * (1 / progress.share - 1) if progress.share > 0 else None
     return StageProgress(
         stage="prepare",
         done=progress.rows,
@@ -100,7 +100,7 @@ def _stage_progress(progress: Progress) -> StageProgress:
         rate=rate,
         seconds=progress.seconds,
         eta_s=left,
-        message=f"{progress.bytes / 1e6:,.0f} MB read",
+        message=f"{progress.bytes / 1e6:,.0f} MB written",
     )
 
 
@@ -131,10 +131,3 @@ def tokenizer_directory(target: TargetConfig) -> Path:
     from huggingface_hub import snapshot_download  # imported here: a target on disk needs no hub
 
     return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=TOKENIZER_FILES))
-
-
-def target_vocabulary(directory: Path) -> int | None:
-    """Rows of the target's embedding by its config.json, which is where ids end; None where it does not say."""
-    config = read_json(directory / "config.json") or {}
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return None if size is None else int(size)

@@ -71,7 +71,7 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
     fingerprint = train_fingerprint(parameters, tokens)
     trained = read_json(run / "train.json")
     if trained is not None and trained["finished"] and is_finished(run, "train", fingerprint):
-        logger.info("train: nothing left, %s", outcome(trained))
+        logger.info("train: not repeated, %s", outcome(trained))
         return trained
     limits = fix_limits(parameters)
     if limits.are_reached(run):
@@ -124,8 +124,7 @@ def check_run(run: Path, tokens: Path) -> Tree:
 
 
 def outcome(trained: Tree) -> str:
-    """`2/2 epochs, 480 steps, loss 3.81`: the state's message."""
-    done = f"{trained['epochs_done']}/{trained['epochs']} epochs"
-    left = "nothing left" if trained["finished"] else "more to come"
+    """`2/2 epochs, 480 steps, loss 3.810, nothing left`: the state's message."""
     loss = f", {trained['steps']:,} steps, loss {trained['loss']:.3f}" if trained.get("loss") is not None else ""
-    return f"{left}: {done}{loss}"
+    left = ", nothing left" if trained["finished"] else ""
+    return f"{trained['epochs_done']}/{trained['epochs']} epochs{loss}{left}"

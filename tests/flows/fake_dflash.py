@@ -1,0 +1,108 @@
+"""Stands in for `python -m dflash` in tests of flows: the same files, exit codes and signals, no torch, no learning.
+
+`training.lr` picks the behaviour: each attempt appends to RUN/attempts; FAIL_FIRST attempts of training fail.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STOPPED: list[int] = []
+
+
+def write(path: Path, content: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
+
+
+def fail(run: Path, kind: str, module: str, message: str, code: int) -> None:
+    write(run / "error.json", {"type": kind, "module": module, "message": message, "traceback": ""})
+    sys.exit(code)
+
+
+def option(name: str) -> str | None:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
+
+
+def checkpoint(run: Path, epoch: int, step: int) -> Path:
+    path = run / "checkpoints" / f"epoch-{epoch:03d}-step-{step:06d}"
+    path.mkdir(parents=True, exist_ok=True)
+    write(path / "state.json", {"epoch": epoch, "step": step})
+    return path
+
+
+def train(run: Path, config: dict[str, Any]) -> None:
+    with (run / "attempts").open("a") as stream:
+        stream.write(" ".join(sys.argv[4:]) + "\n")
+    attempt = len((run / "attempts").read_text().splitlines())
+    names = sorted((run / "checkpoints").glob("epoch-*")) if (run / "checkpoints").exists() else []
+    epoch = int(names[-1].name[6:9]) if names else 0
+    epochs = config["training"]["epochs"]
+    until = min(epochs, int(option("--until-epoch") or epochs))
+    last = checkpoint(run, epoch, 0)
+    while epoch < until and not STOPPED:
+        for _ in range(int(os.environ.get("FAKE_TICKS_PER_EPOCH", "1"))):
+            write(run / "progress.json", {"stage": "train", "done": epoch, "total": epochs, "unit": "epochs", "rate": 1})
+            time.sleep(0.05)
+            if STOPPED:
+                sys.exit(75)
+        epoch += 1
+        last = checkpoint(run, epoch, 0)
+        if attempt <= int(os.environ.get("FAKE_FAIL_FIRST", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind := os.environ.get("FAKE_ERROR"):
+            fail(run, kind, "dflash.errors", "as asked", 2)
+    stages = {name: {"busy": 3.0, "starved": 1.0, "blocked": 0.0} for name in ("read", "target", "train")}
+    result = {"epochs_done": epoch, "epochs": epochs, "steps": 10 * epoch, "loss_first": 9.0, "loss": 9.0 / (1 + epoch)}
+    result |= {"tokens": 100, "seconds": 1.0, "tokens_per_s": 100.0, "stages": stages, "bottleneck": "All are busy."}
+    write(run / "train.json", {**result, "finished": epoch >= epochs, "resumed_from": None, "checkpoint": str(last)})
+
+
+def evaluate(run: Path) -> None:
+    tau = {"before": {"value": 1.0, "se": 0.01}, "after": {"value": 1.5, "se": 0.02}, "convention": "as decoded"}
+    decode = {"prompts": 2, "max_new_tokens": 8, "identical": 2, "near_ties": 0, "lossless": True, "tau": 1.5}
+    decode |= {"plain_tokens_per_s": 10.0, "speculative_tokens_per_s": 8.0, "speedup": 0.8}
+    write(run / "evaluation.json", {"tau": tau, "accepted_by_slot": [0.5, 0.2], "decode": decode, "by_group": {}})
+    (run / "report.html").write_text("<html></html>")
+
+
+def export(run: Path) -> None:
+    path = run / "export" / "dflash"
+    path.mkdir(parents=True, exist_ok=True)
+    write(run / "export.json", {"path": str(path), "layout": "dflash", "max_logit_difference": 0.0, "tensors": 3})
+
+
+def check(run: Path) -> None:
+    fits = "FAKE_TOO_BIG" not in os.environ
+    plan: dict[str, Any] = {"rows": 9, "held_out_rows": 1, "steps": 20, "steps_per_epoch": 10, "epochs": 2}
+    plan |= {"disk_bytes": 10**6, "free_disk_bytes": 10**9, "memory_bytes": {"cpu": 10**6}, "step_seconds": 0.5}
+    plan |= {"available_memory_bytes": {"cpu": 10**9}, "seconds_total": 10.0, "fits": fits}
+    write(run / "plan.json", {**plan, "refusals": [] if fits else ["It needs 99 TB of disk."]})
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: STOPPED.append(1))
+    command, run = sys.argv[1], Path(sys.argv[2])
+    if command == "dequantise":
+        content = hashlib.sha256(run.read_bytes()).hexdigest()
+        directory = Path(sys.argv[3]) / "targets" / content
+        directory.mkdir(parents=True)
+        write(directory / "config.json", {"vocab_size": 256})
+        return
+    config = json.loads((run / "config.json").read_text())
+    with (run / "stages_run").open("a") as stream:
+        stream.write(f"{command}\n")
+    if command == "train":
+        train(run, config)
+    else:
+        {"evaluate": evaluate, "export": export, "check": check}[command](run)
+
+
+if __name__ == "__main__":
+    main()

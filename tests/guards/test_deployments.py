@@ -1,0 +1,77 @@
+"""prefect.yaml: every deployment is one that its flow takes and that Prefect serves as the design says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from flows.deployments import check_parameters, read_deployments
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENTRIES: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+NAMES = [entry["name"] for entry in ENTRIES]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+def test_parameters_are_what_the_flow_takes(entry: dict[str, Any]) -> None:
+    deployment = read_deployments(ROOT)[entry["name"]]
+    flow = deployment.load()
+    check_parameters(flow.fn, deployment.parameters)
+    schema = flow.parameters.model_dump()
+    jsonschema.validate(deployment.parameters, schema)  # as the server does
+    assert len(json.dumps(deployment.parameters)) < 10_000, "Prefect takes 512 KB; these are paths and small models"
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+def test_every_parameter_of_the_form_is_described(entry: dict[str, Any]) -> None:
+    schema = read_deployments(ROOT)[entry["name"]].load().parameters.model_dump()
+    bare = [name for name, field in schema["properties"].items() if not field.get("description")]
+    for model in schema.get("definitions", {}).values():
+        bare += [f"{model['title']}.{name}" for name, field in model["properties"].items() if not field.get("description")]
+    assert bare == []
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+def test_entry_is_complete(entry: dict[str, Any]) -> None:
+    assert not entry["entrypoint"].endswith(".py") and ":" not in entry["entrypoint"], "a module path, not a file"
+    assert entry["description"]
+    assert entry["tags"]
+    assert entry["work_pool"]["job_variables"] == {"stream_output": False}
+    for schedule in entry.get("schedules", []):
+        assert schedule["slug"], "without a slug, deploying again turns a paused schedule on"
+        assert "active" not in schedule
+
+
+def test_deployments_write_the_directory_themselves() -> None:
+    assert "pull" not in yaml.safe_load((ROOT / "prefect.yaml").read_text())
+
+
+def test_settings_are_ones_that_prefect_knows(tmp_path: Path) -> None:
+    code = """
+from prefect.settings import get_current_settings
+s = get_current_settings()
+print(s.server.analytics_enabled, s.server.ephemeral.startup_timeout_seconds, s.server.concurrency.lease_storage,
+      s.flows.heartbeat_frequency, s.results.default_serializer, sorted(s.logging.extra_loggers),
+      s.logging.to_api.when_missing_flow)
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env | {"PREFECT_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split(maxsplit=3) == [
+        "False",
+        "120",
+        "prefect.server.concurrency.lease_storage.filesystem",
+        "30 json ['cache', 'dflash', 'flows'] ignore\n",
+    ]
