@@ -1,22 +1,25 @@
-"""Conversations → token ids and loss mask: rendered once, tokenised once, the mask proved and compared with serving.
+"""Conversations → token ids and loss mask: rendered once, tokenised once, the mask proved and the ids compared.
 
-The rules (roles, drops, what is supervised) are written in docs/chat.md.
+The written rules (roles, drops, what is supervised) are in docs/chat.md.
 """
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Int64, UInt8
-from numpy import ndarray
 
-from cache.answers import SENTINEL, AnswerFinder, Document
+from cache.answers import AnswerFinder, Document
 from cache.config import Columns
-from cache.conversation import Counts, read_conversations
-from cache.errors import BadRow
+from cache.control import ControlText
+from cache.conversation import Conversation, Counts, read_conversations
+from cache.errors import CacheMismatch
+from cache.lists import Place
+from cache.mask import Answers, supervise
 from cache.message import Refused
+from cache.probe import probe
 from cache.ragged import Ragged, Tokenised, offsets_of
 from cache.render import BadTemplate, Template
 from cache.spelling import Encoded, Speller, byte_places
@@ -25,7 +28,10 @@ COMPARE_EVERY = 128  # rows: one of so many is compared with the ids that servin
 
 
 class ChatTokenizer:
-    """The target's tokenizer and chat template. `noted` counts what was changed without dropping a row."""
+    """The target's tokenizer and chat template.
+
+    `noted` counts, over all batches, what was changed without dropping a conversation.
+    """
 
     def __init__(
         self,
@@ -35,105 +41,144 @@ class ChatTokenizer:
         template_arguments: dict[str, Any],
         supervise: Literal["all", "last"],
     ) -> None:
-        # Imported here: it pulls torch in, and everything but conversations does without.
+        # Imported here because it pulls torch in, and only conversations need it.
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         self._supervise = supervise
         self.noted: Counter[str] = Counter()
-        source = Path(template).read_text(encoding="utf-8") if template else self._tokenizer.get_chat_template()
-        name = template or f"the chat template of {tokenizer}"
-        self._template = Template(source, {**self._tokenizer.special_tokens_map, **template_arguments}, name)
+        self._template = _template(self._tokenizer, tokenizer, template, template_arguments)
         self._speller = Speller(self._tokenizer.backend_tokenizer)
-        self.vocabulary = len(self._tokenizer)
-        self.stop_ids, endings = self._probe(tokenizer)
-        self._finder = AnswerFinder(
-            self._template, tuple(self._tokenizer.convert_ids_to_tokens(self.stop_ids)), endings, self.noted
-        )
+        self.vocabulary = self._speller.vocabulary
+        found = probe(self._template, self._tokenizer, tokenizer)
+        self.stop_ids = found.stop_ids
+        self._stop_texts = found.stop_texts
         self._is_stop = np.zeros(self.vocabulary, dtype=bool)
-        self._is_stop[list(self.stop_ids)] = True
+        self._is_stop[list(found.stop_ids)] = True
+        self._control = ControlText(set(found.control_texts))
+        self._finder = AnswerFinder(self._template, found.stop_texts, self.noted)
 
-    def _probe(self, tokenizer: Path) -> tuple[tuple[int, ...], set[str]]:
-        text = self._template.render(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}], None
-        )
-        after = text.partition(SENTINEL)[2]
-        ids = self._tokenizer(after, add_special_tokens=False)["input_ids"]
-        stop = next((i for i in ids if i in self._tokenizer.added_tokens_decoder), None)
-        stop_ids = {self._tokenizer.eos_token_id, stop} - {None}
-        if stop is None:
-            raise BadTemplate("no end of turn")
-        token = self._tokenizer.convert_ids_to_tokens(stop)
-        return tuple(sorted(stop_ids)), {after[: after.index(token) + len(token)]}
+    def tokenise(
+        self,
+        batch: pa.RecordBatch | pa.Table,
+        columns: Columns,
+        first_row: int,
+        source: str,
+        *,
+        lines: bool = False,
+    ) -> Tokenised:
+        """One batch of conversations as rows; one conversation may give several.
 
-    def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, first_row: int, source: str) -> Tokenised:
-        """One batch of conversations as rows; several rows may come from one conversation."""
+        `first_row` and `source` (and whether rows are lines) are for errors to name a row.
+        """
+        place = Place(source, first_row, lines)
         counts = Counts(Counter(), self.noted)
-        conversations = read_conversations(batch, columns, self._supervise, counts, first_row=first_row, source=source)
         documents: list[Document] = []
         split_text: list[str] = []
-        for conversation in conversations:
+        for conversation in read_conversations(batch, columns, self._supervise, counts, place):
             try:
-                found = list(self._finder.documents(conversation))
+                found = list(self._finder.documents(self._without_control(conversation)))
             except Refused as refused:
                 counts.dropped[str(refused)] += 1
                 continue
             documents += found
             split_text += [conversation.split_text] * len(found)
-        encoded = self._speller.encode([document.text for document in documents])
-        self._compare(documents, encoded)
-        mask, keep = self._mask(documents, encoded)
-        lengths = np.add.reduceat(keep, encoded.offsets[:-1], dtype=np.int64) if documents else np.zeros(0, np.int64)
+        if not documents:
+            return Tokenised(_no_rows(), np.zeros(0, np.int64), [], dict(counts.dropped), 0)
+        encoded = self._speller.encode([document.pieces for document in documents])
+        self._compare(documents, encoded, place)
         return Tokenised(
-            Ragged(encoded.ids[keep], mask[keep], offsets_of(lengths)),
+            self._supervised(documents, encoded, place),
             np.fromiter((document.index for document in documents), np.int64, len(documents)),
             split_text,
             dict(counts.dropped),
             sum(len(document.spans) for document in documents),
         )
 
-    def _mask(self, documents: list[Document], encoded: Encoded) -> tuple[UInt8[ndarray, "T"], Bool[ndarray, "T"]]:
-        num_spans = [len(document.spans) for document in documents]
-        row = np.repeat(np.arange(len(documents)), num_spans)
-        places = np.array([span for document in documents for span in _byte_spans(document)], np.int64).reshape(-1, 2)
-        places += encoded.text_start[row][:, None]
-        first = np.searchsorted(encoded.start, places[:, 0], side="left")
-        last = np.searchsorted(encoded.end, places[:, 1], side="right")  # one past the answer's own last token
-        stops = np.append(np.flatnonzero(self._is_stop[encoded.ids]), encoded.ids.size)
-        stop = stops[np.searchsorted(stops, first)]
-        if (stop >= encoded.offsets[row + 1]).any():
-            raise BadTemplate(f"{self._template.name}: no end of turn after an answer")
-        open_ = np.zeros(row.size, dtype=bool)
-        unfinished = np.flatnonzero([not d.finished for d in documents])
-        open_[np.cumsum(num_spans)[unfinished] - 1] = True
-        end = np.where(open_, last, stop + 1)
-        edges = np.zeros(encoded.ids.size + 1, dtype=np.int8)
-        edges[first] += 1
-        edges[end] -= 1
-        mask = np.cumsum(edges[:-1], dtype=np.int8).view(np.uint8)
-        cut = np.zeros(encoded.ids.size + 1, dtype=np.int8)
-        cut[end[open_]] += 1
-        cut[encoded.offsets[row[open_] + 1]] -= 1
-        return mask, np.cumsum(cut[:-1]) == 0
+    def _without_control(self, conversation: Conversation) -> Conversation:
+        """The conversation, with any text that reads like a control token broken."""
+        if not self._control.is_in(conversation.messages) and not self._control.is_in(conversation.tools):
+            return conversation
+        self.noted["text of a control token, tokenised apart"] += 1
+        return replace(
+            conversation,
+            messages=self._control.broken(conversation.messages),
+            tools=self._control.broken(conversation.tools),
+        )
 
-    def _compare(self, documents: list[Document], encoded: Encoded) -> None:
+    def _supervised(self, documents: list[Document], encoded: Encoded, place: Place) -> Ragged:
+        spans = [_byte_spans(document) for document in documents]
+        counts = np.fromiter(map(len, spans), np.int64, len(spans))
+        row = np.repeat(np.arange(counts.size), counts)
+        bounds = np.array([span for of_row in spans for span in of_row], np.int64).reshape(-1, 2)
+        bounds += encoded.text_start[row][:, None]
+        is_finished = np.fromiter((document.finished for document in documents), bool, len(documents))
+        is_last = np.append(row[1:] != row[:-1], True)[: row.size]
+        found = supervise(encoded, Answers(row, bounds[:, 0], bounds[:, 1], is_last & ~is_finished[row]), self._is_stop)
+        if found.without_end.size:
+            document = documents[row[found.without_end[0]]]
+            raise BadTemplate(
+                f"{place(document.index)}: {self._template.name} writes no end of turn after an answer, in"
+                f" {document.text[-200:]!r}; expected one of {', '.join(self._stop_texts)}. Correct it, or name another"
+                " in rows.template."
+            )
+        num_supervised = int(found.mask.sum(dtype=np.int64))
+        if num_supervised in (0, found.mask.size):
+            raise BadTemplate(
+                f"{place(documents[0].index)} and {len(documents) - 1} rows after it: {num_supervised} of"
+                f" {found.mask.size} tokens are supervised with {self._template.name}; expected the answers and nothing"
+                " else. Look at what the template writes, or name another in rows.template."
+            )
+        if found.keep.all():
+            return Ragged(encoded.ids, found.mask, encoded.offsets)
+        lengths = np.add.reduceat(found.keep, encoded.offsets[:-1], dtype=np.int64)
+        return Ragged(encoded.ids[found.keep], found.mask[found.keep], offsets_of(lengths))
+
+    def _compare(self, documents: list[Document], encoded: Encoded, place: Place) -> None:
+        """Refuse ids that are not those that serving sees, on a sample; a text that had to be broken is never equal."""
         for i in range(0, len(documents), COMPARE_EVERY):
             document = documents[i]
-            ids = self._tokenizer.apply_chat_template(
+            if len(document.pieces) > 1:
+                continue
+            ours = encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
+            served = self._tokenizer.apply_chat_template(
                 document.messages,
-                tools=document.tools,
-                chat_template=self._template.source,
+                chat_template=self._template.for_serving,
                 tokenize=True,
                 return_dict=False,
-                **self._template.arguments,
+                **{**self._template.arguments, **({"tools": document.tools} if document.tools else {})},
             )
-            ours = encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
-            if ids != ours:
-                raise BadTemplate("differs")
+            if ours != served:
+                at = next(
+                    (k for k, (a, b) in enumerate(zip(ours, served, strict=False)) if a != b),
+                    min(len(ours), len(served)),
+                )
+                raise CacheMismatch(
+                    f"{place(document.index)}: token {at} is {ours[at : at + 8]}, but apply_chat_template gives"
+                    f" {served[at : at + 8]} there. The drafter would learn other ids than serving sees. Report it as"
+                    f" a fault of dflash-train, with the row and {self._template.name}."
+                )
+
+
+def _template(tokenizer: Any, directory: Path, file: str | None, arguments: dict[str, Any]) -> Template:
+    names = {**tokenizer.special_tokens_map, **arguments}
+    if file is not None:
+        return Template(Path(file).read_text(encoding="utf-8"), names, f"the chat template {file}")
+    if tokenizer.chat_template is None:
+        raise BadTemplate(
+            f"the tokenizer in {directory} has no chat template, expected chat_template.jinja or one in"
+            " tokenizer_config.json. Name a Jinja file in rows.template, or use the target's instruct model."
+        )
+    return Template(tokenizer.get_chat_template(), names, f"the chat template of {directory}")
 
 
 def _byte_spans(document: Document) -> list[tuple[int, int]]:
-    if document.text.isascii():
+    text = document.text
+    if text.isascii():
         return document.spans
-    places = byte_places(document.text)
+    places = byte_places(text)
     return [(int(places[start]), int(places[end])) for start, end in document.spans]
+
+
+def _no_rows() -> Ragged:
+    return Ragged(np.zeros(0, np.uint32), np.zeros(0, np.uint8), np.zeros(1, np.int64))

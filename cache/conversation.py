@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from cache.config import Columns
 from cache.errors import BadRow
+from cache.lists import Place
 from cache.message import Message, Refused, SchemaError, standard_message
 
 MESSAGES = ("messages", "conversations", "conversation")
@@ -44,13 +45,11 @@ def read_conversations(
     columns: Columns,
     supervise: Literal["all", "last"],
     counts: Counts,
-    *,
-    first_row: int,
-    source: str,
+    place: Place,
 ) -> list[Conversation]:
     """The conversations of a batch that the rules keep, in order."""
     kept: list[Conversation] = []
-    rows = _raw_rows(batch, columns, source)
+    rows = _raw_rows(batch, columns, place.file)
     tools = _values(batch, "tools")
     finished = _values(batch, "finished")
     for index, raw in enumerate(rows):
@@ -71,7 +70,7 @@ def read_conversations(
             counts.dropped[str(refused)] += 1
         except SchemaError as error:
             raise BadRow(
-                f"row {first_row + index} of {source}: {error}. Correct or remove the row, or name the right column in"
+                f"{place(index)}: {error}. Correct or remove the row, or name the right column in"
                 " rows.columns.messages."
             ) from None
     return kept
@@ -82,7 +81,7 @@ def _messages(raw: Any, noted: Counter[str]) -> list[Message]:
     if isinstance(raw, str):
         raw = _decoded(raw, noted)
     if raw is None:
-        raise Refused("empty conversation")
+        raise Refused("empty")
     if not isinstance(raw, list):
         raise SchemaError(f"a conversation is a {type(raw).__name__}, expected a list of messages")
     messages: list[Message] = []
@@ -92,7 +91,7 @@ def _messages(raw: Any, noted: Counter[str]) -> list[Message]:
         num_calls += len(message.get("tool_calls", ()))
         messages.append(message)
     if not any(message.get("content") or "tool_calls" in message for message in messages):
-        raise Refused("empty conversation")
+        raise Refused("empty")
     return messages
 
 
@@ -108,7 +107,7 @@ def _answers(
     if len(answers) < len(assistant):
         noted["empty answer, not supervised"] += len(assistant) - len(answers)
     if not answers:
-        raise Refused("no answer to supervise")
+        raise Refused("no_answer")
     if answers[-1] + 1 < len(messages):
         noted["messages after the last answer, cut"] += len(messages) - answers[-1] - 1
     return assistant[-1], tuple(answers if supervise == "all" else answers[-1:])

@@ -50,11 +50,11 @@ def standard_message(raw: Any, num_calls: int) -> Message:
         raise SchemaError(f"{role_key} is {_shown(given)}, expected text")
     role = ROLES.get(given.strip().lower())
     if role is None:
-        raise Refused(f"unknown role: {given[:40]}")
+        raise Refused(f"unknown_role: {given[:40]}")
     message: Message = {"role": role, "content": _text(raw.get(content_key), content_key)}
     calls = raw.get("tool_calls")
     if given == "function_call":
-        calls, message["content"] = [_parsed(message["content"], "a function call")], ""
+        calls, message["content"] = [_parsed(message["content"])], ""
     if calls:
         message["tool_calls"] = _tool_calls(calls, num_calls)
         if not message["content"]:
@@ -92,7 +92,7 @@ def _text(content: Any, key: str) -> str:
     for part in content:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
-            raise Refused("content with a part that is not text")
+            raise Refused("part_not_text")
         texts.append(text)
     return "".join(texts)
 
@@ -117,11 +117,11 @@ def _tool_call(call: Any, number: int) -> Message:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # Text is parsed, so that a template's own JSON filter does not quote it a second time.
-        arguments = _parsed(arguments, "tool call arguments")
+        arguments = _parsed(arguments)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise Refused("tool call arguments that are not a JSON object")
+        raise Refused("tool_arguments_not_json")
     return {
         "id": identity or f"call_{number}",
         "type": "function",
@@ -129,11 +129,11 @@ def _tool_call(call: Any, number: int) -> Message:
     }
 
 
-def _parsed(text: str, what: str) -> Any:
+def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        raise Refused(f"{what} that are not a JSON object") from None
+        raise Refused("tool_arguments_not_json") from None
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
 """A chat template, compiled once: messages → text, and the spans that its `{% generation %}` blocks mark.
 
-The environment is the one in which serving renders (sandboxed, blocks trimmed, loop controls, a plain `tojson`), so that
-the text is the text that serving sees; `cache.chat` compares the two on a sample.
+The environment is the one in which serving renders (sandboxed, blocks trimmed, loop controls, a plain `tojson`), so
+that the text is the text that serving sees; `cache.chat` compares the two on a sample.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -34,7 +34,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own protocol
 
-    def parse(self, parser: Parser) -> CallBlock:
+    def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -51,13 +51,14 @@ class Template:
         self.name = name
         self.arguments = {key: value for key, value in arguments.items() if key != "strftime_now"}
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        self.dates: dict[str, str] = {}  # format → text, of the day that the template asked for
+        self._written: dict[str, str] = {}  # form → the day in it, as the template asked for
         self._day = arguments.get("strftime_now")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now}
+        names = {"raise_exception": _raise, "strftime_now": self._strftime_now, "tools": None, "documents": None}
+        self._names: dict[str, Any] = {**environment.globals, **names, **self.arguments}
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -76,35 +77,39 @@ class Template:
         pieces = _MARK.split(marked := self._rendered(messages, tools, False))
         marks = _MARK.findall(marked)
         if marks != [OPEN, CLOSE] * (len(marks) // 2):
-            raise Refused(f"text with U+{ord(OPEN):X} or U+{ord(CLOSE):X}, which are no characters")
+            raise Refused("noncharacter")
         ends = [0]
         for piece in pieces:
             ends.append(ends[-1] + len(piece))
         return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
 
+    @property
+    def for_serving(self) -> str:
+        """The template for `apply_chat_template`, whose own day would be today's."""
+        if not self._written:
+            return self.source
+        days = json.dumps(self._written)
+        return f"{{%- macro strftime_now(form) -%}}{{{{ {days}[form] }}}}{{%- endmacro -%}}{self.source}"
+
     def _rendered(self, messages: list[Message], tools: list[Message] | None, prompt: bool) -> str:
+        # `shared`: the names are the whole context. Template.render would merge the globals into it for every text.
+        names = {**self._names, "messages": messages, "add_generation_prompt": prompt}
+        if tools:
+            names["tools"] = tools
         try:
-            return self._template.render(
-                {
-                    **self.arguments,
-                    "messages": messages,
-                    "tools": tools or self.arguments.get("tools"),
-                    "documents": self.arguments.get("documents"),
-                    "add_generation_prompt": prompt,
-                }
-            )
+            return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
         except (jinja2.TemplateError, TypeError) as error:
-            raise Refused(f"the chat template refuses it: {str(error)[:120]}") from None
+            raise Refused(f"template_refuses: {str(error)[:120]}") from None
 
     def _strftime_now(self, form: str) -> str:
-        """The day as the template wants it written: a fixed one, since the same rows must give the same ids tomorrow."""
+        """The day in the form that the template asks for: a fixed one, since the same rows must give the same ids."""
         if self._day is None:
             raise BadTemplate(
                 f"{self.name} writes the day of today into every row, so that the same rows would give other ids"
                 ' tomorrow. Fix the day: rows.template_arguments={"strftime_now": "2025-01-31"}, or the argument by'
                 " which the template takes a date, such as date_string."
             )
-        return self.dates.setdefault(form, date.fromisoformat(self._day).strftime(form))
+        return self._written.setdefault(form, date.fromisoformat(self._day).strftime(form))
 
 
 def _tojson(

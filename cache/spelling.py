@@ -1,8 +1,8 @@
-"""Texts → token ids and the bytes each token stands for, in one call of the tokenizer for a whole batch.
+"""Texts → token ids and the bytes that each token stands for, in one call of the tokenizer for a whole batch.
 
-A token's place in its text follows from how many bytes each token spells: a table over the vocabulary and a running sum,
-with no list of offsets per token. A text whose tokens do not spell it byte by byte (a normaliser changed it, a special
-token took blanks around it) gets its places from the tokenizer's own offsets.
+A token's place in its text follows from how many bytes each token spells: a table over the vocabulary and a running
+sum, with no list of offsets a token. Where the tokens of a batch do not spell its texts byte by byte (a normaliser
+changed them, a special token took the blanks around it), the places are the tokenizer's own offsets.
 """
 
 import json
@@ -35,35 +35,37 @@ class Speller:
         self._backend = backend
         self._widths = _widths(backend)
 
-    def encode(self, texts: list[str]) -> Encoded:
-        """No special tokens are added: a chat template writes its own."""
-        sizes = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64, len(texts))
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids, those of added tokens included."""
+        return self._widths.size
+
+    def encode(self, texts: list[list[str]]) -> Encoded:
+        """Each text is given in pieces, which are tokenised apart. No special tokens are added."""
+        pieces = [piece for text in texts for piece in text]
+        sizes = np.fromiter((len(p) if p.isascii() else len(p.encode()) for p in pieces), np.int64, len(pieces))
         text_start = offsets_of(sizes)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        offsets = offsets_of(np.fromiter(map(len, encodings), np.int64, len(texts)))
+        encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        offsets = offsets_of(np.fromiter(map(len, encodings), np.int64, len(pieces)))
         ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint32, int(offsets[-1]))
         width = self._widths[ids]
         end = np.cumsum(width, dtype=np.int64)
-        spelled = np.diff(end[offsets[1:] - 1], prepend=0) if ids.size else sizes
-        if (offsets[1:] > offsets[:-1]).all() and (spelled == sizes).all():
-            return Encoded(ids, offsets, end - width, end, text_start)
-        return self._by_offsets(texts, ids, offsets, text_start)
+        start = end - width
+        if not np.array_equal(np.append(0, end)[offsets], text_start):
+            start, end = self._places(pieces, offsets, text_start)
+        last = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)))  # pieces → texts
+        return Encoded(ids, offsets[last], start, end, text_start[last])
 
-    def _by_offsets(
-        self,
-        texts: list[str],
-        ids: UInt32[ndarray, "T"],
-        offsets: Int64[ndarray, "N+1"],
-        text_start: Int64[ndarray, "N+1"],
-    ) -> Encoded:
-        """The places by the tokenizer's own offsets, which count characters."""
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        places = np.empty((ids.size, 2), dtype=np.int64)
-        for i, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
-            if encoding.ids:
-                at = np.array(encoding.offsets, dtype=np.int64)
-                places[offsets[i] : offsets[i + 1]] = text_start[i] + (at if text.isascii() else byte_places(text)[at])
-        return Encoded(ids, offsets, places[:, 0], places[:, 1], text_start)
+    def _places(
+        self, pieces: list[str], offsets: Int64[ndarray, "N+1"], text_start: Int64[ndarray, "N+1"]
+    ) -> tuple[Int64[ndarray, "T"], Int64[ndarray, "T"]]:
+        """Start and end of each token by the tokenizer's own offsets, which count characters."""
+        encodings = self._backend.encode_batch(pieces, add_special_tokens=False)
+        places = np.empty((int(offsets[-1]), 2), dtype=np.int64)
+        for i, (piece, encoding) in enumerate(zip(pieces, encodings, strict=True)):
+            at = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            places[offsets[i] : offsets[i + 1]] = text_start[i] + (at if piece.isascii() else byte_places(piece)[at])
+        return places[:, 0].copy(), places[:, 1].copy()
 
 
 def byte_places(text: str) -> Int64[ndarray, "C+1"]:
@@ -73,7 +75,7 @@ def byte_places(text: str) -> Int64[ndarray, "C+1"]:
 
 
 def _widths(backend: Any) -> Int64[ndarray, "V"]:
-    """Number of bytes that each token spells; right for byte-level vocabularies and for those with a mark for blanks."""
+    """Bytes that each token spells, where the vocabulary is byte-level or has a mark for blanks."""
     description = json.loads(backend.to_str())
     is_byte_level = '"ByteLevel"' in json.dumps([description["pre_tokenizer"], description["decoder"]])
     added = {token["id"]: token["content"] for token in description["added_tokens"]}

@@ -1,0 +1,75 @@
+"""What a tokenizer and a chat template make of a plain conversation: their stop ids and control tokens, or a refusal.
+
+Asked once, before any row: a template that changes what people say, or that never ends a turn, is refused by name.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.answers import ANSWER
+from cache.message import Message, Refused
+from cache.render import BadTemplate, Template
+
+# Upper case, an ampersand and a quote: what a template that rewrites text would not leave alone.
+QUESTION = "Is \"A\" < 'b' & é?"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    stop_ids: tuple[int, ...]
+    stop_texts: tuple[str, ...]
+    control_texts: frozenset[str]
+
+
+def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
+    """`tokenizer` is the one of transformers; `directory` may hold a generation_config.json with more stop ids."""
+    asked: list[Message] = [{"role": "user", "content": QUESTION}]
+    text = _rendered(template, [*asked, {"role": "assistant", "content": ANSWER}])
+    for said in (QUESTION, ANSWER):
+        if said not in text:
+            raise BadTemplate(
+                f"{template.name} changes what people say: for {said!r} it wrote {text!r}. No loss mask can be made for"
+                " text that is not there. Correct it, or name another in rows.template."
+            )
+    added = {identity: str(token) for identity, token in tokenizer.added_tokens_decoder.items()}
+    after = _first_added(tokenizer, text.partition(ANSWER)[2], added)
+    if after is None:
+        raise BadTemplate(
+            f"{template.name} writes no end of turn after an answer, only {text.partition(ANSWER)[2]!r}; expected one of"
+            " the tokenizer's own tokens, such as its end of sequence. A drafter could not learn where answers end."
+            " Correct it, or name another in rows.template."
+        )
+    stop_ids = {after, tokenizer.eos_token_id, *_generation_stops(directory)} - {None}
+    special = {identity for identity, token in tokenizer.added_tokens_decoder.items() if token.special}
+    before, _, rest = _rendered(template, asked, prompt=True).partition(QUESTION)
+    opening = {_first_added(tokenizer, part, added) for part in (before, rest)} - {None}
+    control = {added[identity] for identity in stop_ids | special | opening if identity in added}
+    return Probe(
+        tuple(sorted(stop_ids)),
+        tuple(tokenizer.convert_ids_to_tokens(sorted(stop_ids))),
+        frozenset(text for text in control if not text.isspace()),
+    )
+
+
+def _rendered(template: Template, messages: list[Message], *, prompt: bool = False) -> str:
+    try:
+        return template.render(messages, None, prompt=prompt)
+    except Refused as refused:
+        raise BadTemplate(
+            f"{template.name} refuses one question and its answer: {refused}. Correct it, give it the arguments that it"
+            " needs in rows.template_arguments, or name another in rows.template."
+        ) from None
+
+
+def _first_added(tokenizer: Any, text: str, added: dict[int, str]) -> int | None:
+    ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return next((identity for identity in ids if identity in added), None)
+
+
+def _generation_stops(directory: Path) -> set[int]:
+    """Stop ids that the target's maker names beside its weights."""
+    file = directory / "generation_config.json"
+    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return set(named) if isinstance(named, list) else set() if named is None else {named}
