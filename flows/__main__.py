@@ -99,9 +99,7 @@ def _speak_plainly() -> None:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
     for name in OUR_LOGGERS:
-        logger = logging.getLogger(name)
-        logger.addHandler(_Plain())
-        logger.setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(_Plain())
 
 
 def _start_temporary_server() -> None:

@@ -33,17 +33,13 @@ class Limits:
             *([] if self.until_time is None else ["--until-time", f"{self.until_time:.3f}"]),
         ]
 
-    def are_reached(self, run: Path) -> bool:
-        return self._is_late() or (self.until_epoch is not None and epochs_done(run) >= self.until_epoch)
-
-    def reason(self, run: Path) -> str:
-        if self._is_late():
-            assert self.until_time is not None
+    def why_reached(self, run: Path, epochs: int) -> str | None:
+        """Why nothing may be trained in this flow run. None: train; also to say that a plan of `epochs` is done."""
+        if self.until_time is not None and time.time() >= self.until_time:
             return f"its window ended at {datetime.fromtimestamp(self.until_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        return f"{epochs_done(run)} of the {self.until_epoch} epochs it was to reach are done"
-
-    def _is_late(self) -> bool:
-        return self.until_time is not None and time.time() >= self.until_time
+        if self.until_epoch is not None and epochs > self.until_epoch <= epochs_done(run):
+            return f"the {self.until_epoch} epochs that it was to reach are done"
+        return None
 
 
 def fix_limits(parameters: Parameters) -> Limits:

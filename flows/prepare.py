@@ -4,13 +4,13 @@ import hashlib
 import logging
 from pathlib import Path
 
-from cache.key import content_key
-from cache.writer import Progress, build, refuse_drops
 from prefect import flow, task
 from prefect.context import FlowRunContext
 
 from cache.config import RowsConfig
+from cache.key import content_key
 from cache.store import TokenCache
+from cache.writer import Progress, build, refuse_drops
 from dflash.config import TargetConfig
 from flows.artifacts import reporting
 from flows.child import run_stage

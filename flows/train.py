@@ -20,7 +20,7 @@ from flows.limits import Limits, fix_limits
 from flows.naming import train_run_name
 from flows.prepare import prepare_run
 from flows.report import pipeline_table
-from flows.run import Tree, is_finished, mark_finished, proposed_config, read_json
+from flows.run import Tree, epochs_done, is_finished, mark_finished, proposed_config, read_json
 from flows.stage import watch_stage
 
 logger = logging.getLogger("flows.train")
@@ -74,9 +74,11 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
         logger.info("train: not repeated, %s", outcome(trained))
         return trained
     limits = fix_limits(parameters)
-    if limits.are_reached(run):
-        logger.info("train: nothing to do in this run, %s", limits.reason(run))
-        return trained or {"finished": False, "epochs_done": 0, "epochs": parameters.training.epochs}
+    why_reached = limits.why_reached(run, parameters.training.epochs)
+    if why_reached is not None:
+        logger.info("train: nothing is trained in this run: %s", why_reached)
+        so_far = {"epochs_done": epochs_done(run), "epochs": parameters.training.epochs}
+        return (trained or {"finished": False}) | so_far | {"note": f"nothing was trained: {why_reached}"}
     trained = train_drafter(parameters, tokens, limits)
     if trained["finished"]:
         mark_finished(run, "train", fingerprint)
@@ -127,4 +129,5 @@ def outcome(trained: Tree) -> str:
     """`2/2 epochs, 480 steps, loss 3.810, nothing left`: the state's message."""
     loss = f", {trained['steps']:,} steps, loss {trained['loss']:.3f}" if trained.get("loss") is not None else ""
     left = ", nothing left" if trained["finished"] else ""
-    return f"{trained['epochs_done']}/{trained['epochs']} epochs{loss}{left}"
+    note = f"; {trained['note']}" if "note" in trained else ""
+    return f"{trained['epochs_done']}/{trained['epochs']} epochs{loss}{left}{note}"

@@ -39,7 +39,7 @@ def checkpoint(run: Path, epoch: int, step: int) -> Path:
 
 def train(run: Path, config: dict[str, Any]) -> None:
     with (run / "attempts").open("a") as stream:
-        stream.write(" ".join(sys.argv[4:]) + "\n")
+        stream.write(" ".join(sys.argv[5:]) + "\n")
     attempt = len((run / "attempts").read_text().splitlines())
     names = sorted((run / "checkpoints").glob("epoch-*")) if (run / "checkpoints").exists() else []
     epoch = int(names[-1].name[6:9]) if names else 0
@@ -48,7 +48,9 @@ def train(run: Path, config: dict[str, Any]) -> None:
     last = checkpoint(run, epoch, 0)
     while epoch < until and not STOPPED:
         for _ in range(int(os.environ.get("FAKE_TICKS_PER_EPOCH", "1"))):
-            write(run / "progress.json", {"stage": "train", "done": epoch, "total": epochs, "unit": "epochs", "rate": 1})
+            write(
+                run / "progress.json", {"stage": "train", "done": epoch, "total": epochs, "unit": "epochs", "rate": 1}
+            )
             time.sleep(0.05)
             if STOPPED:
                 sys.exit(75)

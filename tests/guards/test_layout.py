@@ -1,4 +1,4 @@
-"""The layout that machines enforce: what the wheel holds, who imports whom, who may start threads, how long a module is."""
+"""The layout that machines enforce: what the wheel holds, who imports whom, who starts threads, how long a module is."""
 
 import ast
 import subprocess

@@ -1,0 +1,273 @@
+"""Flows on a server: what a rerun repeats, what a retry repeats, and what is refused. The stages are stand-ins."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+
+from cache.errors import BadSource
+from cache.store import TokenCache
+from cache.writer import build
+from dflash.errors import ConfigMismatch
+from flows import prepare as prepare_module
+from flows.deployments import check_parameters
+from flows.errors import CannotFit, StageKilled
+from flows.evaluate import evaluate
+from flows.export import export
+from flows.full import full
+from flows.prepare import prepare
+from flows.train import outcome, train, train_drafter
+
+pytestmark = pytest.mark.usefixtures("server")
+
+
+@pytest.fixture
+def tree(home: Path, rows: Path, target: Path) -> dict[str, Any]:
+    return {
+        "name": "tiny",
+        "rows": {"source": str(rows)},
+        "target": {"model": str(target)},
+        "training": {"epochs": 2},
+    }
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the token caches that were asked of the writer, which is not asked on a hit."""
+    made: list[str] = []
+
+    def counted(*arguments: Any, **options: Any) -> Path:
+        path = build(*arguments, **options)
+        made.append(path.name)
+        return path
+
+    monkeypatch.setattr(prepare_module, "build", counted)
+    return made
+
+
+def run(flow: Any, tree: dict[str, Any], **changes: Any) -> Any:
+    return flow(**check_parameters(flow.fn, tree | changes))
+
+
+def stages_run(home: Path) -> list[str]:
+    return (home / "runs/tiny/stages_run").read_text().split()
+
+
+def test_full_run_makes_everything_and_a_second_repeats_nothing(
+    home: Path, tree: dict[str, Any], builds: list[str]
+) -> None:
+    first = run(full, tree)
+    assert stages_run(home) == ["check", "train", "evaluate", "export"]
+    second = run(full, tree)
+    assert stages_run(home) == ["check", "train", "evaluate", "export"]
+    assert len(builds) == 1
+    assert first == second == json.loads((home / "runs/tiny/summary.json").read_text())
+    assert {"rows", "tokens", "dropped", "seconds", "busy", "tau", "lossless", "report", "export"} <= first.keys()
+    assert first["tau"] == {"before": 1.0, "after": 1.5}
+    assert first["busy"] == {"read": 0.75, "target": 0.75, "train": 0.75}
+    assert first["lossless"] is True
+
+
+def test_what_repeats_evaluation_and_export(home: Path, tree: dict[str, Any]) -> None:
+    run(full, tree)
+    run(full, tree, evaluation={"prompts": 3})
+    assert stages_run(home)[4:] == ["evaluate"]
+    run(full, tree, evaluation={"prompts": 3}, export={"path": str(home / "elsewhere")})
+    assert stages_run(home)[5:] == ["export"]
+    (home / "runs/tiny/report.html").unlink()
+    run(evaluate, {"name": "tiny"})
+    assert stages_run(home)[6:] == ["evaluate"]
+    run(export, {"name": "tiny"})
+    assert len(stages_run(home)) == 7
+
+
+def test_evaluation_of_an_unknown_run_says_which_there_are(home: Path, tree: dict[str, Any]) -> None:
+    run(train, tree)
+    with pytest.raises(ConfigMismatch, match=r"There are: tiny"):
+        run(evaluate, {"name": "other"})
+
+
+def test_n8_record_that_points_to_a_deleted_or_damaged_cache_is_built_again(
+    tree: dict[str, Any], builds: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {"rows": tree["rows"], "target": tree["target"]}
+    directory = Path(run(prepare, arguments))
+    assert run(prepare, arguments) == str(directory)
+    assert len(builds) == 1
+
+    (directory / "ids/c/0").write_bytes(b"")
+    assert run(prepare, arguments) == str(directory)
+    assert "does not open and is built again" in caplog.text
+    TokenCache.open(directory).verify()
+
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    directory.rmdir()
+    assert run(prepare, arguments) == str(directory)
+    TokenCache.open(directory).verify()
+    assert len(builds) == 3
+
+
+def test_n6_failure_is_never_recorded_as_the_result(
+    tree: dict[str, Any], builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"rows": tree["rows"], "target": tree["target"]}
+    counted = prepare_module.build
+
+    def broken(*arguments: Any, **options: Any) -> Path:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(prepare_module, "build", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        run(prepare, arguments)
+    monkeypatch.setattr(prepare_module, "build", counted)
+    directory = run(prepare, arguments)
+    monkeypatch.setattr(prepare_module, "build", broken)
+    assert run(prepare, arguments) == directory
+    assert len(builds) == 1
+
+
+def test_record_holds_no_place_so_a_home_may_move(
+    home: Path, tree: dict[str, Any], builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"rows": tree["rows"], "target": tree["target"]}
+    name = Path(run(prepare, arguments)).name
+    moved = home.rename(home.with_name("moved"))
+    monkeypatch.setenv("DFLASH_HOME", str(moved))
+    assert run(prepare, arguments) == str(moved / "tokens" / name)
+    assert len(builds) == 1
+
+
+def test_lower_limit_of_dropped_rows_counts_on_a_hit_too(rows: Path, tree: dict[str, Any]) -> None:
+    with rows.open("a") as stream:
+        stream.write(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}) + "\n")
+    run(prepare, {"rows": tree["rows"] | {"max_dropped": 0.5}, "target": tree["target"]})
+    with pytest.raises(BadSource, match="max_dropped"):
+        run(prepare, {"rows": tree["rows"] | {"max_dropped": 0.0}, "target": tree["target"]})
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_drafter, "retry_delay_seconds", 0)
+    monkeypatch.setattr(train_drafter, "retry_jitter_factor", None)
+
+
+def attempts(home: Path) -> list[str]:
+    """What `train` was told beside run and token cache, an attempt a line."""
+    return (home / "runs/tiny/attempts").read_text().splitlines()
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_killed_training_is_tried_again_from_its_checkpoint(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAIL_FIRST", "1")
+    trained = run(train, tree)
+    assert trained["epochs_done"] == 2
+    assert len(attempts(home)) == 2
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_training_that_is_killed_every_time_fails_with_its_own_error(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAIL_FIRST", "99")
+    with pytest.raises(StageKilled, match="SIGKILL"):
+        run(train, tree | {"training": {"epochs": 9}})
+    assert len(attempts(home)) == 4
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_refused_training_is_not_tried_again_and_the_config_of_the_run_stays(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(train, tree)
+    config = (home / "runs/tiny/config.json").read_text()
+    monkeypatch.setenv("FAKE_ERROR", "ConfigMismatch")
+    with pytest.raises(ConfigMismatch, match="as asked"):
+        run(train, tree | {"training": {"epochs": 3, "lr": 1.0}})
+    assert len(attempts(home)) == 2
+    assert (home / "runs/tiny/config.json").read_text() == config
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_training_that_cannot_fit_is_refused_before_it_starts(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TOO_BIG", "1")
+    with pytest.raises(CannotFit, match="99 TB"):
+        run(train, tree)
+    assert stages_run(home) == ["check"]
+
+
+NIGHT = {"epochs": 3, "epochs_per_run": 1}
+
+
+def test_each_night_trains_one_epoch_until_nothing_is_left(home: Path, tree: dict[str, Any]) -> None:
+    done = [run(train, tree | {"training": NIGHT})["epochs_done"] for _ in range(5)]
+    assert done == [1, 2, 3, 3, 3]
+    assert attempts(home) == ["--until-epoch 1", "--until-epoch 2", "--until-epoch 3"]
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_retry_of_a_night_does_not_train_one_epoch_more(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAIL_FIRST", "1")  # killed after the epoch's checkpoint, before it could say so
+    run(train, tree | {"training": NIGHT})
+    assert attempts(home) == ["--until-epoch 1", "--until-epoch 1"]
+
+
+def test_flow_run_tried_again_keeps_its_limits(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `prefect flow-run retry` does: the same flow run, from the top, in a new process."""
+    from prefect.flow_engine import run_flow
+
+    monkeypatch.setattr(train_drafter, "retries", 0)
+    monkeypatch.setenv("FAKE_FAIL_FIRST", "1")
+    arguments = check_parameters(
+        train.fn, tree | {"training": {"epochs": 3, "epochs_per_run": 2, "stop_after_s": 3600}}
+    )
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(train, parameters=arguments)
+        with pytest.raises(StageKilled):
+            run_flow(train, flow_run, parameters=arguments)
+        again = client.read_flow_run(flow_run.id)
+        assert again.state is not None
+        assert again.state.is_failed()
+        _schedule_again(client, again)
+        run_flow(train, client.read_flow_run(flow_run.id), parameters=arguments)
+    first, second = attempts(home)
+    assert first.startswith("--until-epoch 2 --until-time ")
+    assert first == second
+
+
+def _schedule_again(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+    from prefect.states import AwaitingRetry
+
+    client.set_flow_run_state(flow_run.id, AwaitingRetry(), force=True)
+
+
+def test_run_that_starts_after_its_window_trains_nothing_and_says_so(
+    home: Path, tree: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = run(train, tree | {"training": NIGHT | {"stop_after_s": 1e-6}})
+    assert trained["epochs_done"] == 0
+    assert "its window ended at" in outcome(trained)
+    assert not (home / "runs/tiny/attempts").exists()
+    assert "its window ended at" in caplog.text
+
+
+def test_flow_run_is_named_by_what_it_does_and_ends_with_what_it_did(tree: dict[str, Any]) -> None:
+    run(train, tree | {"training": NIGHT})
+    run(train, tree | {"training": NIGHT})
+    with get_client(sync_client=True) as client:
+        names = {flow_run.name: flow_run for flow_run in client.read_flow_runs()}
+    state = names["train tiny epoch 2/3"].state
+    assert state is not None
+    assert state.is_completed()
+    assert state.message == "2/3 epochs, 20 steps, loss 3.000"
