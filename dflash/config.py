@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Model(BaseModel):
@@ -12,7 +12,9 @@ class _Model(BaseModel):
 class TargetConfig(_Model):
     """Parameters of the target (`target` in the tree)."""
 
-    model: str = Field(description="the frozen model: a directory, a hub name, or a GGUF file; $DFLASH_HOME is expanded")
+    model: str = Field(
+        description="the frozen model: a directory, a hub name, or a GGUF file; $DFLASH_HOME is expanded"
+    )
     revision: str | None = Field(None, description="revision of a hub name")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of the target's weights")
     devices: list[str] | Literal["auto"] = Field(
@@ -26,7 +28,9 @@ class DrafterConfig(_Model):
 
     layers: int = Field(5, description="number of drafter layers", ge=1)
     block_size: int = Field(16, description="K: slots of a block, the anchor's own slot included", ge=2)
-    taps: int | list[int] = Field(5, description="number of taps, spread by the published formula, or the layers themselves")
+    taps: int | list[int] = Field(
+        5, description="number of taps, spread by the published formula, or the layers themselves"
+    )
     mask_token_id: int | None = Field(
         None, description="id of the mask token: an existing row of the target's embedding that no text uses"
     )
@@ -40,7 +44,6 @@ class TrainingConfig(_Model):
     tokens_per_batch: int = Field(24_576, description="B·S of one micro-batch, padding included, in tokens", ge=1)
     batches_per_step: int = Field(1, description="G: micro-batches of one optimizer step", ge=1)
     anchors: int = Field(512, description="anchors of a row in one epoch, at most", ge=1)
-    loss: Literal["ce", "dpace"] = Field("ce", description="ce: decaying weights; dpace: arXiv 2605.18810, α = 0.5")
     gamma: float | None = Field(None, description="γ of exp(−(k−1)/γ); None: 7, 5, 4 for K = 16, 10, 8", gt=0)
     lr: float = Field(6e-4, description="peak learning rate", gt=0)
     min_lr: float = Field(0.0, description="learning rate at the end", ge=0)
@@ -57,9 +60,6 @@ class TrainingConfig(_Model):
     epochs_per_run: int | None = Field(None, description="end this run after so many epochs; the next goes on", ge=1)
     stop_after_s: float | None = Field(None, description="end this run after so many seconds; the next goes on", gt=0)
     checkpoint_every_steps: int = Field(500, description="steps between checkpoints", ge=1)
-    evaluate_every_steps: int | None = Field(
-        None, description="steps between teacher-forced τ on held-out rows; None: only at the end", ge=1
-    )
     log_every_steps: int = Field(10, description="steps between lines of metrics.jsonl", ge=1)
     keep: int = Field(3, description="newest checkpoints kept, beside the first and the best", ge=1)
 

@@ -1,0 +1,101 @@
+"""`python -m dflash COMMAND`: one torch process's work on a run directory, usable without Prefect.
+
+Exit codes: 0 done, 1 failed, 2 a mistake that a retry would repeat, 75 stopped by a signal after a checkpoint.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import traceback
+from pathlib import Path
+
+from cache.errors import CacheError
+from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
+from dflash.files import write_json
+
+USER_ERRORS = (ConfigMismatch, TargetMismatch, RunLocked, CheckpointCorrupt, CacheError)
+STOPPED = 75
+
+
+def main() -> int:
+    """Parse, run, and leave error.json behind when it fails."""
+    arguments = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return _run(arguments)
+    except Exception as error:
+        traceback.print_exc()
+        run = getattr(arguments, "run", None)
+        if run is not None and run.is_dir():
+            kind = type(error)
+            value = {
+                "type": kind.__name__,
+                "module": kind.__module__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+            }
+            write_json(run / "error.json", value)
+        return 2 if isinstance(error, USER_ERRORS) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dflash", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("check", "estimate what a run needs and write plan.json"),
+        ("train", "train from the newest checkpoint and write train.json"),
+        ("evaluate", "measure τ and decoding and write evaluation.json and report.html"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("run", type=Path, help="run directory, with config.json")
+        command.add_argument("--tokens", type=Path, required=True, help="directory of the token cache")
+    command = commands.add_parser("export", help="write the newest checkpoint in its served layouts")
+    command.add_argument("run", type=Path, help="run directory, with config.json")
+    command = commands.add_parser("dequantise", help="write a GGUF file as safetensors, once")
+    command.add_argument("file", type=Path, help="GGUF file")
+    command.add_argument("home", type=Path, help="directory to write below: targets/<sha256>/")
+    command = commands.add_parser("probe", help="load an exported drafter and write its hidden states of seeded inputs")
+    command.add_argument("directory", type=Path, help="exported drafter")
+    command.add_argument("out", type=Path, help="safetensors file to write")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Imported here: argument errors and --help answer at once, without torch.
+    if arguments.command in ("check", "train", "evaluate", "export"):
+        (arguments.run / "error.json").unlink(missing_ok=True)
+    if arguments.command == "train":
+        from dflash.training import Interrupted, train
+
+        try:
+            train(arguments.run, arguments.tokens)
+        except Interrupted:
+            return STOPPED
+    elif arguments.command == "check":
+        from dflash.check import check
+
+        check(arguments.run, arguments.tokens)
+    elif arguments.command == "evaluate":
+        from dflash.evaluate import evaluate
+
+        evaluate(arguments.run, arguments.tokens)
+    elif arguments.command == "export":
+        from dflash.export import export
+
+        export(arguments.run)
+    elif arguments.command == "dequantise":
+        from dflash.gguf import dequantise
+
+        print(json.dumps({"path": str(dequantise(arguments.file, arguments.home))}))
+    else:
+        from safetensors.torch import save_file
+
+        from dflash.export import load_exported, probe
+
+        save_file({"hidden": probe(load_exported(arguments.directory))}, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Where blocks start, what their slots should predict, and how much each slot counts. numpy, pure."""
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32, Int64, UInt8
+from numpy import ndarray
+
+_ANCHORS = 1  # counter word that keeps a row's anchors apart from the epoch's permutation
+
+
+def legal_anchors(mask: UInt8[ndarray, " T"]) -> Bool[ndarray, " T"]:
+    """Positions of one row where a block may start.
+
+    A position is legal when its own token and the next one are supervised: slot 0 shows the anchor's token, slot 1 is
+    the first that is predicted (arXiv 2602.06036, section 3).
+    """
+    supervised = mask.astype(bool)
+    legal = np.zeros(supervised.size, dtype=bool)
+    legal[:-1] = supervised[:-1] & supervised[1:]
+    return legal
+
+
+def draw_anchors(mask: UInt8[ndarray, " T"], *, anchors: int, seed: int, epoch: int, row: int) -> Int64[ndarray, " A"]:
+    """At most `anchors` legal positions of one row, ascending, without replacement.
+
+    Depends on (seed, epoch, row) alone, so that regrouping rows into batches changes no anchor.
+    """
+    positions = np.flatnonzero(legal_anchors(mask))
+    if positions.size <= anchors:
+        return positions
+    generator = np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, row, _ANCHORS]))
+    return np.sort(generator.choice(positions, size=anchors, replace=False, shuffle=False))
+
+
+def block_labels(ids: Int32[ndarray, " T"], anchor: Int64[ndarray, " A"], block_size: int) -> Int32[ndarray, "A K"]:
+    """Token at anchor + k for every slot k; 0 past the end of the row. Slot 0 is the anchor's own token."""
+    positions = anchor[:, None] + np.arange(block_size)
+    inside = positions < ids.size
+    return np.where(inside, ids[np.minimum(positions, ids.size - 1)], 0).astype(np.int32)
+
+
+def block_counts(mask: UInt8[ndarray, " T"], anchor: Int64[ndarray, " A"], block_size: int) -> Bool[ndarray, "A K"]:
+    """Which slots count: slot k ≥ 1 does while every token anchor+1 … anchor+k exists and is supervised."""
+    positions = anchor[:, None] + np.arange(block_size)
+    inside = positions < mask.size
+    supervised = inside & mask[np.minimum(positions, mask.size - 1)].astype(bool)
+    supervised[:, 0] = True
+    counts = np.logical_and.accumulate(supervised, axis=1)
+    counts[:, 0] = False
+    return counts
+
+
+def default_gamma(block_size: int) -> float:
+    """γ of the paper for K = 16, 10, 8 (7, 5, 4); between and beyond them on the line through its neighbours."""
+    if block_size <= 10:
+        return max(1.0, 4.0 + (block_size - 8) / 2.0)
+    return 5.0 + (block_size - 10) / 3.0
+
+
+def slot_weights(block_size: int, gamma: float) -> Float32[ndarray, " K"]:
+    """w_k = exp(−(k−1)/γ) for k ≥ 1 and 0 for slot 0 (arXiv 2602.06036, equation 4)."""
+    weights = np.exp(-(np.arange(block_size) - 1) / gamma)
+    weights[0] = 0.0
+    return weights.astype(np.float32)

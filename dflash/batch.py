@@ -1,0 +1,73 @@
+"""What travels between the stages.
+
+Dimensions: B rows, S padded length, A anchors a row, K slots of a block, N taps, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float32, Int32, Int64
+from numpy import ndarray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a micro-batch stands: epoch, step in the epoch, micro-batch in the epoch."""
+
+    epoch: int
+    step: int
+    index: int
+    steps_in_epoch: int
+    last_in_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """One micro-batch: a pure function of (token cache, parameters, seed, epoch, index)."""
+
+    position: Position
+    row_ids: Int64[ndarray, " B"]
+    ids: Int32[Tensor, "B S"]
+    lengths: Int32[Tensor, " B"]
+    anchor: Int32[Tensor, "B A"]
+    valid: Bool[Tensor, "B A"]
+    labels: Int32[Tensor, "B A K"]
+    weights: Float32[Tensor, "B A K"]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return int(np.asarray(self.lengths).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureBatch:
+    """A micro-batch and the target's features of it, on the drafter's device."""
+
+    batch: TrainBatch
+    features: Float[Tensor, "B S N*H"]
+    ready: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step did. `loss_sum` is Σ w·CE, `weight_sum` is Σ w over the whole step."""
+
+    epoch: int
+    step: int
+    steps_in_epoch: int
+    loss_sum: float
+    weight_sum: float
+    correct_by_slot: tuple[float, ...]
+    counted_by_slot: tuple[float, ...]
+    tokens: int
+    lr: float
+    grad_norm: float
+    skipped: bool
+
+    @property
+    def loss(self) -> float:
+        """Σ w·CE / Σ w; nan when no slot counted."""
+        return self.loss_sum / self.weight_sum if self.weight_sum > 0 else float("nan")

@@ -1,0 +1,140 @@
+"""What a run will need and how long it will take: rows, steps, disk, memory, and time from a measured step."""
+
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cache.gather import Buffers
+from dflash import checkpoint
+from dflash.batch import FeatureBatch
+from dflash.init import new_drafter
+from dflash.opening import OpenRun, cpu_threads, open_run, place
+from dflash.pipeline.run import Plan
+from dflash.pipeline.stages import batch_features, make_batch
+from dflash.run import Progress
+from dflash.target import Target
+from dflash.trainer import Trainer
+
+_MEASURED = 3  # micro-batches that are timed, after one that warms up
+
+
+def check(path: Path, tokens: Path) -> None:
+    """Write plan.json: what is needed, what is there, and what does not fit.
+
+    Raises what `open_run` does, and ConfigMismatch when the run's devices are not there.
+    """
+    opened = open_run(path, tokens)
+    done = checkpoint.newest(opened.run.checkpoints)
+    plan, training = Plan(opened.store, opened.config), opened.config.training
+    steps = [plan.steps(epoch) for epoch in range(training.epochs)]
+    left = sum(steps) - (done.state.steps_total if done else 0)
+    measured = _measure(opened, plan)
+    parameters = measured["parameters"]
+    features = opened.store.manifest.tokens * len(opened.shape.taps) * opened.shape.hidden_size * 2
+    disk = {
+        "checkpoints": (training.keep + 2) * parameters * 3 * 4,
+        "features": features if training.features == "reuse" and not (path / "features").exists() else 0,
+        "export": parameters * 4,
+    }
+    free = shutil.disk_usage(path).free
+    refusals = []
+    if sum(disk.values()) > free:
+        refusals.append(
+            f"disk: {sum(disk.values()) / 1e9:.1f} GB needed in {path}, {free / 1e9:.1f} GB are free. "
+            "Free some, lower training.keep, or set training.features=stream."
+        )
+    for device, need in measured["memory_bytes"].items():
+        available = measured["available_memory_bytes"][device]
+        if need > available:
+            refusals.append(
+                f"memory: {need / 1e9:.1f} GB needed on {device}, {available / 1e9:.1f} GB are available. "
+                "Lower training.tokens_per_batch or training.anchors."
+            )
+    seconds = measured["step_seconds"]
+    opened.run.write(
+        "plan.json",
+        {
+            "rows": int(opened.store.rows(0).size),
+            "held_out_rows": int(opened.store.rows(1).size),
+            "epochs": training.epochs,
+            "steps_per_epoch": steps[0],
+            "steps": sum(steps),
+            "steps_left": left,
+            "disk_bytes": disk,
+            "free_disk_bytes": free,
+            "memory_bytes": measured["memory_bytes"],
+            "available_memory_bytes": measured["available_memory_bytes"],
+            "step_seconds": seconds,
+            "seconds_total": _seconds_total(steps, left, seconds, training.features == "reuse"),
+            "fits": not refusals,
+            "refusals": refusals,
+        },
+    )
+
+
+def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], reuse: bool) -> float:
+    """Where features are reused, only what is left of the first epoch pays for the target."""
+    with_target = max(0, left - sum(steps[1:])) if reuse else left
+    return left * seconds["train"] + with_target * seconds["target"]
+
+
+def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
+    """Run a few of the largest micro-batches of the first epoch, with the real parts, and throw the result away."""
+    config = opened.config
+    torch.set_num_threads(cpu_threads())
+    devices = place(config.target)
+    progress = Progress(opened.run, "check", _MEASURED + 1, "micro-batches")
+    target = Target.load(config.target, opened.shape.taps, devices.targets[0])
+    drafter = new_drafter(opened.shape, config.drafter, target, config.training.seed).to(devices.drafter)
+    trainer = Trainer(drafter, *target.ends(devices.drafter), config.training)
+    micro = sorted(
+        plan.work(0, 0, 1), key=lambda item: item[1].size * int(opened.store.lengths[item[1]].max()), reverse=True
+    )[: _MEASURED + 1]
+    buffers = Buffers(plan.buffer_tokens)
+    times: dict[str, list[float]] = {"target": [], "train": []}
+    for position, row_ids in micro:
+        batch = make_batch(opened.store, row_ids, position, plan.blocks, buffers)
+        start = time.perf_counter()
+        features = batch_features(target, None, batch).to(devices.drafter)
+        _wait(devices.drafter)
+        middle = time.perf_counter()
+        trainer.accumulate(FeatureBatch(batch, features))
+        trainer.step(0, 0, 1)
+        times["target"].append(middle - start)
+        times["train"].append(time.perf_counter() - middle)
+        progress.advance()
+    by_step = config.training.batches_per_step
+    return {
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "step_seconds": {name: by_step * sum(values[1:]) / max(1, len(values) - 1) for name, values in times.items()},
+        **_memory(devices.drafter),
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    """Peak memory of the measured steps, and what the device has for them."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    available = _available_memory() + peak
+    need, there = {"memory": peak}, {"memory": available}
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.max_memory_reserved(device)
+        need[str(device)], there[str(device)] = held, free + held
+    return {"memory_bytes": need, "available_memory_bytes": there}
+
+
+def _available_memory() -> int:
+    """What the kernel says can be had without swapping; what this process has is not part of it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/meminfo has no MemAvailable")

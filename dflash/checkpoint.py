@@ -1,0 +1,166 @@
+"""Checkpoints: written whole or not at all, verified when read, the newest good one is the one that counts.
+
+    checkpoints/epoch-002-step-000120/
+        drafter.safetensors     weights, float32
+        optimizer.safetensors   AdamW's moments and step counts, float32
+        state.json              position, settings (seed and key of the token cache among them), checksums
+
+The position is where the run goes on from: epochs done, steps done in the next one.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash.errors import CheckpointCorrupt, RunLocked
+from dflash.files import checksum, durable_directory, write_json
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"epoch-(\d+)-step-(\d+)")
+_FILES = ("drafter.safetensors", "optimizer.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What besides tensors a run goes on from."""
+
+    epoch: int  # epochs done
+    step: int  # steps done in the next epoch
+    steps_total: int
+    settings: dict[str, Any]  # what the curve depends on, by field name
+    threads: int  # of each CPU stage: bit-equality holds for the same number
+    bad_steps: int = 0  # not-finite steps in a row
+    tokens: int = 0
+    seconds: float = 0.0
+    window: dict[str, Any] = field(default_factory=dict)  # sums since the last line of metrics.jsonl
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that has been verified."""
+
+    path: Path
+    state: State
+
+    def drafter(self) -> dict[str, Tensor]:
+        """Weights by name, float32, on the CPU."""
+        return load_file(self.path / "drafter.safetensors")
+
+    def optimizer(self) -> dict[str, Tensor]:
+        """Moments and step counts by name, float32, on the CPU."""
+        return load_file(self.path / "optimizer.safetensors")
+
+
+def save(directory: Path, state: State, drafter: dict[str, Tensor], optimizer: dict[str, Tensor]) -> Checkpoint:
+    """Write a checkpoint durably below `directory`; state.json last, then one rename. A good one that is there stays."""
+    final = directory / f"epoch-{state.epoch:03d}-step-{state.step:06d}"
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return verify(final)
+    except CheckpointCorrupt:
+        pass  # absent, or damaged and written anew
+    with durable_directory(final) as partial:
+        for name, tensors in zip(_FILES, (drafter, optimizer), strict=True):
+            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial / name)
+        files = {
+            name: {"size_bytes": (partial / name).stat().st_size, "xxh3": checksum(partial / name)} for name in _FILES
+        }
+        write_json(partial / "state.json", asdict(state) | {"files": files})
+    return Checkpoint(final, state)
+
+
+def verify(path: Path) -> Checkpoint:
+    """The checkpoint at `path`. Raises CheckpointCorrupt when a file is not what state.json says."""
+    try:
+        value = json.loads((path / "state.json").read_text())
+        files = value.pop("files")
+        state = State(**value)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt(f"{path}: state.json is missing or unreadable: {error}") from error
+    for name in _FILES:
+        file, expected = path / name, files[name]
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected["size_bytes"]:
+            raise CheckpointCorrupt(f"{file}: has {size} bytes, expected {expected['size_bytes']}")
+        if (got := checksum(file)) != expected["xxh3"]:
+            raise CheckpointCorrupt(f"{file}: content has xxh3 {got}, expected {expected['xxh3']}")
+    return Checkpoint(path, state)
+
+
+def found(directory: Path) -> list[Path]:
+    """Directories named like checkpoints, newest position first; numbers are compared as numbers."""
+    if not directory.is_dir():
+        return []
+    named = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return [path for match, path in sorted(named, key=lambda m: (int(m[0][1]), int(m[0][2])), reverse=True)]
+
+
+def newest(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint that verifies; those skipped are logged with the reason. None when there is none at all.
+
+    Raises CheckpointCorrupt when there are some and none verifies: starting anew would throw a run away silently.
+    """
+    paths = found(directory)
+    reasons = []
+    for path in paths:
+        try:
+            return verify(path)
+        except CheckpointCorrupt as error:
+            log.warning("skipped a damaged checkpoint: %s", error)
+            reasons.append(str(error))
+    if reasons:
+        raise CheckpointCorrupt(
+            f"none of the {len(paths)} checkpoints in {directory} verifies: {'; '.join(reasons)}. "
+            "Restore one from a backup, or remove the directory to start from the beginning."
+        )
+    return None
+
+
+def first(directory: Path) -> Checkpoint:
+    """The checkpoint before the first step. Raises CheckpointCorrupt when it is missing or damaged."""
+    return verify(directory / "epoch-000-step-000000")
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the first and the newest `keep` checkpoints, and what killed writers left."""
+    for path in found(directory)[keep:]:
+        if path.name != "epoch-000-step-000000":
+            shutil.rmtree(path)
+    for path in directory.glob("*.tmp-*"):
+        shutil.rmtree(path)
+
+
+@contextmanager
+def run_lock(run: Path) -> Iterator[None]:
+    """One writer per run directory. Raises RunLocked, by host and process of the other one.
+
+    The lock is the operating system's, so it ends with its process, however that ends.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            raise RunLocked(
+                f"run directory {run} is being written by {owner}. Wait for it, stop it, or choose another name."
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,40 @@
+"""GGUF file → a directory of safetensors that every later start maps in a second. Done once per file content."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash.errors import TargetMismatch
+from dflash.files import durable_directory
+
+
+def dequantise(file: Path, home: Path) -> Path:
+    """Write `file` as float32 safetensors and tokenizer to `home/targets/<sha256 of file>/`, unless that is there.
+
+    Raises TargetMismatch when the file is missing or is not a GGUF that transformers reads.
+    """
+    if not file.is_file():
+        raise TargetMismatch(
+            f"target.model={file}: no such file. Name a directory, a hub name or a GGUF file that exists."
+        )
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    directory = home / "targets" / digest
+    if (directory / "config.json").exists():
+        return directory
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (ValueError, OSError, KeyError) as error:
+        raise TargetMismatch(f"target.model={file}: transformers cannot read this GGUF file: {error}") from error
+    # Saving refuses a model that says it is quantised; after loading it no longer is.
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer = None
+    with durable_directory(directory) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "source.json").write_text(json.dumps({"file": file.name, "sha256": digest}))
+    return directory

@@ -1,0 +1,136 @@
+"""What stages hand work through: bounded, closable, and a failure on one end is seen on every other.
+
+Waiting is on a condition, never a poll. Every wait is measured, which is all that telemetry needs.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Closed(Exception):
+    """Nothing more will come, or nobody will take more. Not an error."""
+
+
+class Stop:
+    """One for a pipeline: the first failure, and the switch that wakes everybody who waits."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.failure: tuple[str, BaseException] | None = None
+        self.stopped = False
+
+    def fail(self, stage: str, error: BaseException) -> None:
+        """Keep the first failure and wake all; later ones are its echo."""
+        with self.condition:
+            if self.failure is None and not self.stopped:
+                self.failure = (stage, error)
+            self.stopped = True
+            self.condition.notify_all()
+
+    def stop(self) -> None:
+        """End the pipeline without an error."""
+        with self.condition:
+            self.stopped = True
+            self.condition.notify_all()
+
+    def wait(self, ready: Callable[[], bool]) -> float:
+        """Seconds waited until `ready()`. Raises Closed when the pipeline stops. Call it with the condition held."""
+        if self.stopped:
+            raise Closed
+        if ready():
+            return 0.0
+        start = time.perf_counter()
+        while not ready():
+            self.condition.wait()
+            if self.stopped:
+                raise Closed
+        return time.perf_counter() - start
+
+
+class Channel(Generic[T]):
+    """First in, first out, at most `capacity` items; several may take from it."""
+
+    def __init__(self, capacity: int, stop: Stop) -> None:
+        self._items: deque[T] = deque()
+        self._capacity = capacity
+        self._stop = stop
+        self._closed = False
+
+    def put(self, item: T) -> float:
+        """Add an item when there is room; seconds blocked."""
+        with self._stop.condition:
+            blocked = self._stop.wait(lambda: len(self._items) < self._capacity)
+            self._items.append(item)
+            self._stop.condition.notify_all()
+            return blocked
+
+    def take(self) -> tuple[T, float]:
+        """The oldest item and the seconds starved for it. Raises Closed when there will be none."""
+        with self._stop.condition:
+            starved = self._stop.wait(lambda: bool(self._items) or self._closed)
+            if not self._items:
+                raise Closed
+            item = self._items.popleft()
+            self._stop.condition.notify_all()
+            return item, starved
+
+    def close(self) -> None:
+        """Nothing more will be put; what is there can still be taken."""
+        with self._stop.condition:
+            self._closed = True
+            self._stop.condition.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Reorder(Generic[T]):
+    """Items come in any order under their index and leave in index order: results do not depend on timing.
+
+    At most `capacity` indices ahead of the next one are held; the next one itself always finds room.
+    """
+
+    def __init__(self, capacity: int, stop: Stop) -> None:
+        self._items: dict[int, T] = {}
+        self._next = 0
+        self._capacity = capacity
+        self._stop = stop
+        self._end: int | None = None
+
+    def put(self, index: int, item: T) -> float:
+        """Add the item of an index when it is near enough; seconds blocked."""
+        with self._stop.condition:
+            blocked = self._stop.wait(lambda: index < self._next + self._capacity)
+            self._items[index] = item
+            self._stop.condition.notify_all()
+            return blocked
+
+    def take(self) -> tuple[T, float]:
+        """The next item in order and the seconds starved for it. Raises Closed past the end."""
+        with self._stop.condition:
+            starved = self._stop.wait(lambda: self._next in self._items or self._next == self._end)
+            if self._next == self._end:
+                raise Closed
+            item = self._items.pop(self._next)
+            self._next += 1
+            self._stop.condition.notify_all()
+            return item, starved
+
+    def wait_until_put(self, count: int) -> None:
+        """Return when the items of all indices below `count` have been put."""
+        with self._stop.condition:
+            self._stop.wait(lambda: self._next + len(self._items) >= count)
+
+    def end(self, index: int) -> None:
+        """`index` and later ones will not come."""
+        with self._stop.condition:
+            self._end = index
+            self._stop.condition.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._items)

@@ -1,0 +1,141 @@
+"""report.html: one page, no scripts, no network: curves, acceptance by slot, decoded answers."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from dflash.files import write_atomic
+from dflash.run import RunDirectory
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 52, 24
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2rem auto;padding:0 1rem;color:#1b1f24}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;
+text-align:left;vertical-align:top}svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#59636e}
+.answer{white-space:pre-wrap;border-left:3px solid #d1d9e0;padding-left:.8rem}.note{color:#59636e;font-size:.9rem}
+.a{background:#c8f0d2;border-radius:3px}.b{background:#e6ebf1;border-radius:3px}.run{border-right:1px solid #8c959f;margin-right:1px}
+"""
+
+
+def write_report(run: RunDirectory, evaluation: dict[str, Any]) -> None:
+    """Write the run's report from its metrics and its evaluation."""
+    lines = list(run.metric_lines())
+    write_atomic(run.path / "report.html", render(run.path.name, lines, evaluation))
+
+
+def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any]) -> str:
+    """The page as text."""
+    tau, decode = evaluation["tau"], evaluation["decode"]
+    steps, total = [], 0
+    for line in lines:
+        total += line["steps"]
+        steps.append(total)
+    parts = [
+        f"<h1>Drafter {escape(name)}</h1>",
+        _table(
+            [
+                ("τ before training", _tau(tau["before"])),
+                ("τ after training", f"<b>{_tau(tau['after'])}</b> on {tau['rows']} held-out rows, teacher-forced"),
+                ("τ in decoding", f"{_number(decode['tau'])} over {decode['prompts']} prompts"),
+                ("accepted drafts a pass", _number(decode["accepted_per_pass"])),
+                ("same text as the target", _lossless(decode)),
+                ("speed", _speed(decode)),
+            ]
+        ),
+        f'<p class="note">{escape(tau["convention"])}.</p>',
+        "<h2>Loss by step</h2>",
+        _curve(steps, [line["loss"] for line in lines]),
+        "<h2>Learning rate by step</h2>",
+        _curve(steps, [line["lr"] for line in lines]),
+        "<h2>Acceptance by slot</h2>",
+        '<p class="note">Share of passes that accepted slot k. Grey: before training. Green: after.</p>',
+        _bars(evaluation["accepted_by_slot"]["before"], evaluation["accepted_by_slot"]["after"]),
+        "<h2>τ by domain</h2>",
+        _table(
+            [(escape(group), f"{_tau(value)}, {value['rows']} rows") for group, value in evaluation["by_group"].items()]
+        ),
+        "<h2>Decoded answers</h2>",
+        '<p class="note">Between two lines: the tokens of one target pass. Green: drafts that were accepted. '
+        "Grey: the target's own token.</p>",
+        *[_answer(sample) for sample in evaluation["samples"]],
+    ]
+    body = "\n".join(parts)
+    return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>\n{body}\n</html>\n'
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return "<table>" + "".join(f"<tr><th>{head}</th><td>{cell}</td></tr>" for head, cell in rows) + "</table>"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _tau(value: dict[str, Any]) -> str:
+    return f"{_number(value['value'])} ± {_number(value['se'])}"
+
+
+def _lossless(decode: dict[str, Any]) -> str:
+    if decode["lossless"] is None:
+        return f"not comparable at temperature {decode['temperature']}"
+    verdict = "yes" if decode["lossless"] else "NO"
+    return f"{verdict}: {decode['identical']} of {decode['prompts']} token for token, {decode['near_ties']} parted at a near tie"
+
+
+def _speed(decode: dict[str, Any]) -> str:
+    alone, helped = decode["plain_tokens_per_s"], decode["speculative_tokens_per_s"]
+    return f"{helped:.1f} tokens/s with the drafter, {alone:.1f} without: {decode['speedup']:.2f} ×"
+
+
+def _axes(low: float, high: float, left: str, right: str) -> str:
+    bottom = _HEIGHT - _BOTTOM
+    return (
+        f'<line x1="{_LEFT}" y1="8" x2="{_LEFT}" y2="{bottom}" stroke="#d1d9e0"/>'
+        f'<line x1="{_LEFT}" y1="{bottom}" x2="{_WIDTH}" y2="{bottom}" stroke="#d1d9e0"/>'
+        f'<text x="{_LEFT - 6}" y="14" text-anchor="end">{high:.3g}</text>'
+        f'<text x="{_LEFT - 6}" y="{bottom}" text-anchor="end">{low:.3g}</text>'
+        f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{left}</text>'
+        f'<text x="{_WIDTH}" y="{_HEIGHT - 6}" text-anchor="end">{right}</text>'
+    )
+
+
+def _curve(xs: Sequence[int], values: Sequence[float | None]) -> str:
+    points = [(x, y) for x, y in zip(xs, values, strict=True) if y is not None]
+    if len(points) < 2:
+        return '<p class="note">Too few lines of metrics for a curve.</p>'
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    wide, tall = (_WIDTH - _LEFT) / max(1, points[-1][0] - points[0][0]), (_HEIGHT - _BOTTOM - 8) / (high - low or 1.0)
+    path = " ".join(f"{_LEFT + (x - points[0][0]) * wide:.1f},{8 + (high - y) * tall:.1f}" for x, y in points)
+    axes = _axes(low, high, f"step {points[0][0]}", f"step {points[-1][0]}")
+    line = f'<polyline points="{path}" fill="none" stroke="#1f6feb" stroke-width="1.5"/>'
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{axes}{line}</svg>'
+
+
+def _bars(before: Sequence[float], after: Sequence[float]) -> str:
+    top = max([0.01, *before, *after])
+    wide, tall = (_WIDTH - _LEFT) / max(1, len(after)), (_HEIGHT - _BOTTOM - 8) / top
+    bars = []
+    for index, pair in enumerate(zip(before, after, strict=True)):
+        for offset, value, colour in zip((0.12, 0.5), pair, ("#b6c0ca", "#2da44e"), strict=True):
+            x, height = _LEFT + (index + offset) * wide, value * tall
+            y = _HEIGHT - _BOTTOM - height
+            bars.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{0.36 * wide:.1f}" height="{height:.1f}" fill="{colour}"/>'
+            )
+        label = f"{pair[1]:.0%}"
+        bars.append(
+            f'<text x="{_LEFT + (index + 0.5) * wide:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{index + 1}: {label}</text>'
+        )
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{_axes(0.0, top, "", "")}{"".join(bars)}</svg>'
+
+
+def _answer(sample: dict[str, Any]) -> str:
+    runs = [f'<span class="b run">{escape(sample["runs"][0]["text"])}</span>']
+    for run in sample["runs"][1:]:
+        tokens = [
+            f'<span class="{"a" if i < run["accepted"] else "b"}">{escape(token)}</span>'
+            for i, token in enumerate(run["tokens"])
+        ]
+        runs.append(f'<span class="run">{"".join(tokens)}</span>')
+    return f'<p class="note">{escape(sample["prompt"])}</p><p class="answer">{"".join(runs)}</p>'

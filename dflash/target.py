@@ -1,0 +1,217 @@
+"""The frozen target: token ids → features, with the target's own embedding and head for the drafter.
+
+Tap i reads `hidden_states[i + 1]`, the output of decoder layer i. A forward pass ends inside the last tap: later layers
+and the head are never run.
+"""
+
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from dflash.config import DrafterConfig, TargetConfig
+from dflash.drafter import DrafterShape
+from dflash.errors import ConfigMismatch, TargetMismatch
+from dflash.loss import Head
+
+
+def spread_taps(num_layers: int, taps: int) -> tuple[int, ...]:
+    """round(1 + i·(L−4)/(n−1)) for i = 0..n−1, L//2 when n = 1 (arXiv 2602.06036 and its public code)."""
+    if taps == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
+
+
+def resolve_taps(taps: int | list[int], num_layers: int) -> tuple[int, ...]:
+    """The layers to tap, ascending, distinct, within 0..L−2.
+
+    Raises ConfigMismatch otherwise: the last layer's output goes through the final norm in `hidden_states`, so trainers
+    and servers mean different things by it, as they do by negative numbers.
+    """
+    layers = spread_taps(num_layers, taps) if isinstance(taps, int) else tuple(taps)
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > num_layers - 2:
+        raise ConfigMismatch(
+            f"drafter.taps={taps} gives layers {list(layers)} of a target with {num_layers} layers; expected distinct, "
+            f"ascending layers within 0..{num_layers - 2}. Ask for fewer taps or name other layers."
+        )
+    return layers
+
+
+def check_mask_token(mask_token_id: int | None, config: PreTrainedConfig, rows: int) -> int:
+    """The mask token's id: an existing row of the embedding and no token with another meaning.
+
+    Raises ConfigMismatch when it is missing, out of range, or one of pad, eos and bos.
+    """
+    if mask_token_id is None:
+        raise ConfigMismatch(
+            "drafter.mask_token_id is not set. Name the id of a token that no text uses, such as a reserved special "
+            "token of the target's tokenizer; pad, eos and bos will not do."
+        )
+    if not 0 <= mask_token_id < rows:
+        raise ConfigMismatch(
+            f"drafter.mask_token_id={mask_token_id} has no row in the target's embedding of {rows} rows; expected an id "
+            f"within 0..{rows - 1}. A token added by growing the tokenizer cannot be the mask."
+        )
+    taken = {}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        for token in value if isinstance(value, list) else [value]:
+            taken[token] = name
+    if mask_token_id in taken:
+        raise ConfigMismatch(
+            f"drafter.mask_token_id={mask_token_id} is the target's {taken[mask_token_id]}; expected a token that no "
+            "text uses."
+        )
+    return mask_token_id
+
+
+def text_config(model: TargetConfig) -> PreTrainedConfig:
+    """The target's configuration, without its weights.
+
+    Raises TargetMismatch when there is none.
+    """
+    try:
+        config = AutoConfig.from_pretrained(
+            model.model, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise TargetMismatch(
+            f"target.model={model.model} cannot be read: {error}. Name a directory with config.json, or a hub name."
+        ) from error
+    return config.get_text_config(decoder=True)
+
+
+def drafter_shape(drafter: DrafterConfig, config: PreTrainedConfig) -> DrafterShape:
+    """The drafter's shape for a target: its widths, heads and positions are the target's own."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
+    rope.setdefault("rope_type", "default")
+    rope.pop("partial_rotary_factor", None)  # the drafter turns its whole head
+    return DrafterShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_layers=drafter.layers,
+        block_size=drafter.block_size,
+        taps=resolve_taps(drafter.taps, config.num_hidden_layers),
+        num_target_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        mask_token_id=check_mask_token(drafter.mask_token_id, config, config.vocab_size),
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=rope,
+    )
+
+
+class _LastTap(Exception):
+    """Ends a forward pass inside the last tap. Not an error."""
+
+
+@dataclass(slots=True)
+class _Taps:
+    """What the hooks of one forward pass saw."""
+
+    outputs: dict[int, Tensor]
+    stop: bool
+
+
+class Target:
+    """The frozen model with its taps."""
+
+    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.taps = taps
+        self._seen = _Taps({}, stop=False)
+        layers = decoder_layers(model)
+        for tap in taps:
+            layers[tap].register_forward_hook(self._hook(tap))
+
+    @classmethod
+    def load(cls, config: TargetConfig, taps: tuple[int, ...], device: str | torch.device) -> "Target":
+        """Read the target's weights onto a device."""
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            revision=config.revision,
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation="sdpa",
+        )
+        return cls(model.to(device), taps)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target's embedding lies."""
+        return torch.device(self.model.get_input_embeddings().weight.device)
+
+    def features(self, ids: Int[Tensor, "B S"]) -> Float[Tensor, "B S N*H"]:
+        """The tapped hidden states of right-padded rows, concatenated in tap order, rounded to bfloat16.
+
+        No attention mask is needed: the target is causal and padding comes last, so no real position sees it.
+        """
+        self._seen = _Taps({}, stop=True)
+        with torch.no_grad(), suppress(_LastTap):
+            self.model.get_decoder()(input_ids=ids.long(), use_cache=False)
+        return self._collect()
+
+    def forward(self, ids: Int[Tensor, "B S"], cache: Any) -> tuple[Float[Tensor, "B S V"], Float[Tensor, "B S N*H"]]:
+        """A whole pass over new tokens behind `cache`: the model's own logits, and features of the new positions."""
+        self._seen = _Taps({}, stop=False)
+        with torch.no_grad():
+            logits = self.model(input_ids=ids.long(), past_key_values=cache, use_cache=True).logits
+        return logits, self._collect()
+
+    def ends(self, device: torch.device) -> tuple[nn.Module, Head]:
+        """The target's own input embedding and LM head (soft-capping and scaling included), on a device."""
+        config = self.model.config.get_text_config(decoder=True)
+        embedding, linear = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if embedding.weight.device != device:
+            embedding, linear = deepcopy(embedding).to(device), deepcopy(linear).to(device)
+        scale = 1.0
+        if getattr(config, "logit_scale", None) is not None:
+            scale = float(config.logit_scale)
+        elif getattr(config, "logits_scaling", None) is not None:
+            scale = 1.0 / float(config.logits_scaling)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return embedding, Head(linear.weight, getattr(linear, "bias", None), softcap, scale)
+
+    def _hook(self, tap: int) -> Any:
+        last = tap == self.taps[-1]
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._seen.outputs[tap] = output[0] if isinstance(output, tuple) else output
+            if last and self._seen.stop:
+                raise _LastTap
+
+        return hook
+
+    def _collect(self) -> Tensor:
+        outputs = [self._seen.outputs[tap].to(torch.bfloat16) for tap in self.taps]
+        self._seen = _Taps({}, stop=False)
+        return torch.cat(outputs, dim=-1)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of the model's decoder layers.
+
+    Raises TargetMismatch when there is not exactly one list of that length in its decoder.
+    """
+    wanted = model.config.get_text_config(decoder=True).num_hidden_layers
+    found = [
+        module
+        for module in model.get_decoder().children()
+        if isinstance(module, nn.ModuleList) and len(module) == wanted
+    ]
+    if len(found) != 1:
+        raise TargetMismatch(
+            f"{type(model).__name__} has {len(found)} lists of {wanted} layers in its decoder; expected one. "
+            "Its taps are not known; this architecture is not supported yet."
+        )
+    return found[0]
