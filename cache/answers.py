@@ -150,11 +150,13 @@ def _chosen(conversation: Conversation, text: str, marked: list[Span]) -> list[S
         raise Refused("template_marks_other_answers")
     if not conversation.finished:
         start, end = marked[-1]
-        content = conversation.messages[-1].get("content", "").strip()
-        at = text.find(content, start, end)
-        if not content or at < 0:
+        content = conversation.messages[-1].get("content", "")
+        for written in (content, content.strip()):
+            if written and (at := text.find(written, start, end)) >= 0:
+                marked[-1] = (start, at + len(written))
+                break
+        else:
             raise Refused("answer_not_as_written")
-        marked[-1] = (start, at + len(content))
     return marked
 
 

@@ -47,6 +47,7 @@ class ChatTokenizer:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         self._supervise = supervise
         self.noted: Counter[str] = Counter()
+        self._num_documents = 0  # so far, over all batches
         self._template = _template(self._tokenizer, tokenizer, template, template_arguments)
         self._speller = Speller(self._tokenizer.backend_tokenizer)
         self.vocabulary = self._speller.vocabulary
@@ -122,12 +123,11 @@ class ChatTokenizer:
                 f" {document.text[-200:]!r}; expected one of {', '.join(self._stop_texts)}. Correct it, or name another"
                 " in rows.template."
             )
-        num_supervised = int(found.mask.sum(dtype=np.int64))
-        if num_supervised in (0, found.mask.size):
+        if found.mask.all():
             raise BadTemplate(
-                f"{place(documents[0].index)} and {len(documents) - 1} rows after it: {num_supervised} of"
-                f" {found.mask.size} tokens are supervised with {self._template.name}; expected the answers and nothing"
-                " else. Look at what the template writes, or name another in rows.template."
+                f"{place(documents[0].index)}: {self._template.name} marks every token as an answer, in"
+                f" {documents[0].text[:200]!r}; expected a question before it. Correct it, or name another in"
+                " rows.template."
             )
         if found.keep.all():
             return Ragged(encoded.ids, found.mask, encoded.offsets)
@@ -136,7 +136,9 @@ class ChatTokenizer:
 
     def _compare(self, documents: list[Document], encoded: Encoded, place: Place) -> None:
         """Refuse ids that are not those that serving sees, on a sample; a text that had to be broken is never equal."""
-        for i in range(0, len(documents), COMPARE_EVERY):
+        first = -self._num_documents % COMPARE_EVERY
+        self._num_documents += len(documents)
+        for i in range(first, len(documents), COMPARE_EVERY):
             document = documents[i]
             if len(document.pieces) > 1:
                 continue

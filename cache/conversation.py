@@ -90,7 +90,7 @@ def _messages(raw: Any, noted: Counter[str]) -> list[Message]:
         message = standard_message(value, num_calls)
         num_calls += len(message.get("tool_calls", ()))
         messages.append(message)
-    if not any(message.get("content") or "tool_calls" in message for message in messages):
+    if not any("tool_calls" in message or message["content"].strip() for message in messages):
         raise Refused("empty")
     return messages
 
@@ -103,7 +103,7 @@ def _answers(
     if opening:
         noted["assistant message that opens a conversation, not supervised"] += opening
     assistant = [i for i in range(opening, len(messages)) if messages[i]["role"] == "assistant"]
-    answers = [i for i in assistant if messages[i].get("content") or "tool_calls" in messages[i]]
+    answers = [i for i in assistant if "tool_calls" in messages[i] or messages[i]["content"].strip()]
     if len(answers) < len(assistant):
         noted["empty answer, not supervised"] += len(assistant) - len(answers)
     if not answers:

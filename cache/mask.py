@@ -42,14 +42,19 @@ def supervise(encoded: Encoded, answers: Answers, is_stop: Bool[ndarray, "V"]) -
     limit = np.where(last_of_row, encoded.offsets[answers.row + 1], np.append(first[1:], num_tokens)[: first.size])
     has_stop = stop < limit
     end = np.where(has_stop & ~answers.unfinished, stop + 1, np.minimum(own, stop))
-    # +1 where an answer begins, −1 where it ends: the running sum is 1 inside.
-    mask = _running(num_tokens, first, end).view(np.uint8)
-    cut = _running(num_tokens, end[answers.unfinished], encoded.offsets[answers.row[answers.unfinished] + 1])
-    return Supervision(mask, cut == 0, np.flatnonzero(last_of_row & ~has_stop & ~answers.unfinished))
+    cut = answers.unfinished
+    lost = _inside(num_tokens, end[cut], encoded.offsets[answers.row[cut] + 1])
+    return Supervision(
+        _inside(num_tokens, first, end).view(np.uint8),
+        ~lost,
+        np.flatnonzero(last_of_row & ~has_stop & ~answers.unfinished),
+    )
 
 
-def _running(size: int, start: Int64[ndarray, "n"], end: Int64[ndarray, "n"]) -> ndarray:
+def _inside(size: int, start: Int64[ndarray, "n"], end: Int64[ndarray, "n"]) -> Bool[ndarray, "T"]:
+    """Which positions lie in `start[i]..end[i]` for some i: +1 where one begins, −1 where it ends, and the running sum."""
     edges = np.zeros(size + 1, dtype=np.int8)
     np.add.at(edges, start, 1)
     np.subtract.at(edges, end, 1)
-    return np.cumsum(edges[:-1], dtype=np.int8)
+    inside: ndarray = np.cumsum(edges[:-1], dtype=np.int8).view(bool)
+    return inside

@@ -34,17 +34,17 @@ def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
                 " text that is not there. Correct it, or name another in rows.template."
             )
     added = {identity: str(token) for identity, token in tokenizer.added_tokens_decoder.items()}
-    after = _first_added(tokenizer, text.partition(ANSWER)[2], added)
+    after = next((identity for identity in _ids(tokenizer, text.partition(ANSWER)[2]) if identity in added), None)
     if after is None:
         raise BadTemplate(
-            f"{template.name} writes no end of turn after an answer, only {text.partition(ANSWER)[2]!r}; expected one of"
-            " the tokenizer's own tokens, such as its end of sequence. A drafter could not learn where answers end."
+            f"{template.name} writes no end of turn after an answer, only {text.partition(ANSWER)[2]!r}; expected one"
+            " of the tokenizer's own tokens, such as its end of sequence. A drafter could not learn where answers end."
             " Correct it, or name another in rows.template."
         )
     stop_ids = {after, tokenizer.eos_token_id, *_generation_stops(directory)} - {None}
     special = {identity for identity, token in tokenizer.added_tokens_decoder.items() if token.special}
     before, _, rest = _rendered(template, asked, prompt=True).partition(QUESTION)
-    opening = {_first_added(tokenizer, part, added) for part in (before, rest)} - {None}
+    opening = {_opener(ids, added, special) for ids in (_ids(tokenizer, before)[::-1], _ids(tokenizer, rest))}
     control = {added[identity] for identity in stop_ids | special | opening if identity in added}
     return Probe(
         tuple(sorted(stop_ids)),
@@ -63,9 +63,19 @@ def _rendered(template: Template, messages: list[Message], *, prompt: bool = Fal
         ) from None
 
 
-def _first_added(tokenizer: Any, text: str, added: dict[int, str]) -> int | None:
+def _ids(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    return next((identity for identity in ids if identity in added), None)
+    return ids
+
+
+def _opener(ids: list[int], added: dict[int, str], special: set[int]) -> int | None:
+    """The added token, not a special one, that stands right beside what people say, or beside special tokens there.
+
+    Some tokenizers do not call their turn openers special. What comes after text or after such an opener (the think
+    block of a generation prompt) is no opener.
+    """
+    first = next((identity for identity in ids if identity not in special), None)
+    return first if first in added else None
 
 
 def _generation_stops(directory: Path) -> set[int]:

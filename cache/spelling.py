@@ -22,10 +22,10 @@ class Encoded:
     """Tokens of all texts back to back, with the bytes they cover, counted over all texts back to back."""
 
     ids: UInt32[ndarray, "T"]
-    offsets: Int64[ndarray, "N+1"]  # tokens of text i: offsets[i]..offsets[i+1]
+    offsets: Int64[ndarray, "ends"]  # tokens of text i: offsets[i]..offsets[i+1]
     start: Int64[ndarray, "T"]
     end: Int64[ndarray, "T"]
-    text_start: Int64[ndarray, "N+1"]  # bytes of text i: text_start[i]..text_start[i+1]
+    text_start: Int64[ndarray, "ends"]  # bytes of text i: text_start[i]..text_start[i+1]
 
 
 class Speller:
@@ -57,7 +57,7 @@ class Speller:
         return Encoded(ids, offsets[last], start, end, text_start[last])
 
     def _places(
-        self, pieces: list[str], offsets: Int64[ndarray, "N+1"], text_start: Int64[ndarray, "N+1"]
+        self, pieces: list[str], offsets: Int64[ndarray, "ends"], text_start: Int64[ndarray, "ends"]
     ) -> tuple[Int64[ndarray, "T"], Int64[ndarray, "T"]]:
         """Start and end of each token by the tokenizer's own offsets, which count characters."""
         encodings = self._backend.encode_batch(pieces, add_special_tokens=False)
@@ -68,7 +68,7 @@ class Speller:
         return places[:, 0].copy(), places[:, 1].copy()
 
 
-def byte_places(text: str) -> Int64[ndarray, "C+1"]:
+def byte_places(text: str) -> Int64[ndarray, "places"]:
     """The byte at which each character of a text starts, and the number of bytes."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     return offsets_of(1 + (points > 0x7F) + (points > 0x7FF).astype(np.int64) + (points > 0xFFFF))
