@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ MAX_GROUPS = 1 << 16  # the group column is 16 bits wide
 NO_GROUP = "none"
 
 
+@runtime_checkable
 class Tokenises(Protocol):
     """What `cache.chat.ChatTokenizer` does for the writer."""
 
@@ -134,7 +135,8 @@ class Converter:
         if self.policy.groups is None:
             return np.ones(group.size, dtype=bool)
         wanted = np.array([name in self.policy.groups for name in self.group_names], dtype=bool)
-        return wanted[group]
+        chosen: ndarray = wanted[group]
+        return chosen
 
 
 def _joined(arrays: Sequence[Any], dtype: Any) -> ndarray:

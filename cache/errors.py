@@ -22,4 +22,4 @@ class BadRow(CacheError):
 
 
 class BadSource(CacheError):
-    """The source cannot be read as rows: not there, several splits, an unknown format, no usable column, or too few good rows."""
+    """The source cannot be read as rows: not there, unknown format or columns, several splits, too few good rows."""

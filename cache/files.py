@@ -16,7 +16,7 @@ from cache.errors import BadSource
 
 Format = Literal["arrow file", "arrow stream", "parquet", "jsonl"]
 
-COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")  # gzip, zstd, bzip2: only lines of JSON come so
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # only lines of JSON come so
 SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".jsonl.zst")
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)")
 
@@ -156,7 +156,7 @@ def _data_file(path: Path) -> DataFile:
         return DataFile(path, "arrow stream")
     if head.startswith(b"PAR1"):
         return DataFile(path, "parquet")
-    if head.startswith(COMPRESSED) or not head.strip() or head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
+    if head.startswith(tuple(COMPRESSED)) or not head.strip() or head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
         return DataFile(path, "jsonl")
     raise BadSource(
         f"{path}: starts with {head!r}, expected an Arrow file or stream, Parquet, or one JSON object a line. "

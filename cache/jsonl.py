@@ -16,6 +16,7 @@ import pyarrow.json
 
 from cache.columns import USUAL, Layout
 from cache.errors import BadRow, BadSource
+from cache.files import COMPRESSED
 
 BLOCK_BYTES = 1 << 22  # text that is parsed at once; a longer line is its own block
 
@@ -40,7 +41,9 @@ def first_object(path: Path) -> dict[str, Any]:
 def read_lines(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lines]:
     """The file in blocks of whole lines; blank lines end a block and are left out."""
     number, rest = 0, b""
-    with pa.input_stream(str(path), compression="detect") as stream:
+    with pa.OSFile(str(path)) as file:
+        codec = _codec(path)
+        stream = file if codec is None else pa.CompressedInputStream(file, codec)
         while True:
             read = stream.read(block_bytes)
             text = rest + read
@@ -49,7 +52,7 @@ def read_lines(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lines]:
             end = text.rfind(b"\n") + 1 if read else len(text)
             block, rest = text[:end], text[end:]
             for first, count, part in _without_blanks(block):
-                yield Lines(number + first, count, part, stream.tell())
+                yield Lines(number + first, count, part, file.tell())
             number += block.count(b"\n")
             if not read:
                 return
@@ -70,20 +73,14 @@ def token_batch(lines: Lines, layout: Layout, schema: pa.Schema, path: Path) -> 
         batches = table.combine_chunks().to_batches()
         return batches[0].select(layout.names)
     columns: dict[str, list[Any]] = {name: [] for name in layout.names}
-    for number, line in enumerate(lines.text.splitlines(), lines.first):
-        row = _object(line, path, number)
-        for name in layout.names:
-            value = row.get(name)
-            try:
-                pa.array([value], schema.field(name).type)
-            except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-                shown = json.dumps(value)[:80]
-                raise BadRow(
-                    f"line {number + 1} of {path}, column {name}: {shown}, expected {schema.field(name).type} "
-                    "as in the first line. Repair the line."
-                ) from None
-            columns[name].append(value)
-    return pa.RecordBatch.from_pydict(columns, schema=pa.schema([schema.field(name) for name in layout.names]))
+    for number, row in _objects(lines, path):
+        for name, values in columns.items():
+            values.append(_checked(row.get(name), name, schema.field(name).type, path, number))
+    arrays = {
+        name: _text_array(values) if name == layout.group else pa.array(values, schema.field(name).type)
+        for name, values in columns.items()
+    }
+    return pa.RecordBatch.from_pydict(arrays)
 
 
 def conversation_batch(lines: Lines, layout: Layout, path: Path) -> pa.RecordBatch:
@@ -91,8 +88,7 @@ def conversation_batch(lines: Lines, layout: Layout, path: Path) -> pa.RecordBat
     assert layout.messages is not None
     names = (layout.messages, *USUAL["messages"])
     rows = []
-    for number, line in enumerate(lines.text.splitlines(), lines.first):
-        row = _object(line, path, number)
+    for number, row in _objects(lines, path):
         name = next((name for name in names if name in row), None)
         if name is None:
             raise BadRow(
@@ -128,6 +124,12 @@ def schema_of(row: dict[str, Any], layout: Layout, path: Path) -> pa.Schema:
     return pa.schema(fields)
 
 
+def _codec(path: Path) -> str | None:
+    with path.open("rb") as file:
+        head = file.read(4)
+    return next((codec for magic, codec in COMPRESSED.items() if head.startswith(magic)), None)
+
+
 def _without_blanks(block: bytes) -> Iterator[tuple[int, int, bytes]]:
     """Runs of lines that are not blank: number of the first, count, text."""
     count = block.count(b"\n") + (not block.endswith(b"\n") and bool(block))
@@ -149,6 +151,25 @@ def _without_blanks(block: bytes) -> Iterator[tuple[int, int, bytes]]:
             run = []
     if run:
         yield first, len(run), b"\n".join(run) + b"\n"
+
+
+def _objects(lines: Lines, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines.text.removesuffix(b"\n").split(b"\n"), lines.first):
+        yield number, _object(line, path, number)
+
+
+def _checked(value: Any, name: str, kind: pa.DataType, path: Path, number: int) -> Any:
+    """A value as its column wants it. Arrow itself would cut 2.5 to 2 in silence."""
+    if value is None or not pa.types.is_list(kind):
+        return value if value is None else str(value)
+    wanted = bool if pa.types.is_boolean(kind.value_type) else int
+    if isinstance(value, list) and all(item is None or type(item) is wanted for item in value):
+        if wanted is bool or all(item is None or -(2**63) <= item < 2**63 for item in value):
+            return value
+    raise BadRow(
+        f"line {number + 1} of {path}, column {name}: {json.dumps(value)[:80]}, expected {kind} as in the first line. "
+        "Repair the line."
+    )
 
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ the code by the syntax trees of the modules that convert. Neither torch nor tran
 """
 
 import ast
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def probe_ids(tokenizer: Path | None) -> list[int]:
     return [int(i) for i in _load(tokenizer).encode(PROBE).ids]
 
 
+@functools.cache  # the code that runs is the code that was there when this process began
 def hash_code(package: Path) -> str:
     """Hash of the syntax trees of the modules that convert: comments, docstrings and line breaks are not in it."""
     digest = xxhash.xxh3_128()

@@ -93,7 +93,8 @@ def mask_of_labels(
             f"{where}, column {names[1]}: label {flat[at]} where column {names[0]} has {tokens[at]}, expected the same "
             f"id or {IGNORED_LABEL}. Labels must not be shifted: repair the source."
         )
-    return supervised.view(np.uint8)
+    mask: ndarray = supervised.view(np.uint8)
+    return mask
 
 
 def row_of(length: Int64[ndarray, "R"], position: int) -> int:

@@ -20,7 +20,7 @@ class EpochPlan:
     """Micro-batches of one epoch: batch `i` is `row_ids[batch_offsets[i]:batch_offsets[i + 1]]`."""
 
     row_ids: Int64[ndarray, "n"]
-    batch_offsets: Int64[ndarray, "M+1"]
+    batch_offsets: Int64[ndarray, "ends"]  # M + 1
     epoch: int
 
     @property

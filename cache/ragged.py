@@ -26,7 +26,7 @@ class Ragged:
 
     values: Integer[ndarray, "T"]
     mask: UInt8[ndarray, "T"]
-    offsets: Int64[ndarray, "R+1"]
+    offsets: Int64[ndarray, "ends"]  # R + 1
 
     @property
     def num_rows(self) -> int:
@@ -86,7 +86,7 @@ class Spans:
         return np.compress(edges[:-1].view(bool), self.values[low:high])
 
 
-def spans_of(values: Integer[ndarray, "T"], offsets: Int64[ndarray, "R+1"]) -> Spans:
+def spans_of(values: Integer[ndarray, "T"], offsets: Int64[ndarray, "ends"]) -> Spans:
     return Spans(values, offsets[:-1], np.diff(offsets))
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import google_crc32c
 import numpy as np
@@ -48,6 +48,7 @@ def shard_index(size: int, itemsize: int) -> bytes:
     return index + int(google_crc32c.value(index)).to_bytes(4, "little")
 
 
+@runtime_checkable
 class Pending(Protocol):
     """A write that may still be going on."""
 

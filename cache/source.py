@@ -28,6 +28,7 @@ from cache.readahead import MappedFile
 CHUNK_TOKENS = 1 << 21  # tokens of a chunk; a longer row is its own chunk
 CHUNK_ROWS = 1 << 14
 CONVERSATIONS = 256  # rows of a chunk of conversations
+TAKE_BYTES = 1 << 24  # of rows that are put in the order of a mapping at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,7 @@ def _composed(memory: InMemory, layout: Layout, name: str) -> Iterator[Chunk]:
     batches = [batch for batch in table.to_batches() if batch.num_rows]
     ends = np.cumsum([batch.num_rows for batch in batches], dtype=np.int64)
     row_bytes = max(1.0, table.nbytes / max(1, table.num_rows))
-    step = int(min(CHUNK_ROWS, max(1, (1 << 24) / row_bytes)))
+    step = int(min(CHUNK_ROWS, max(1, TAKE_BYTES / row_bytes)))
     for begin in range(0, len(memory.indices), step):
         numbers = np.asarray(memory.indices.slice(begin, step)).astype(np.int64, copy=False)
         batch = _take(batches, ends, numbers)

@@ -26,7 +26,7 @@ class TokenCache:
     manifest: Manifest
     ids: Shaped[ndarray, "T"]  # uint16 or uint32
     mask: UInt8[ndarray, "T"]
-    offsets: Int64[ndarray, "R+1"]
+    offsets: Int64[ndarray, "ends"]  # R + 1
     split: UInt8[ndarray, "R"]  # 0 train, 1 held out
     group: UInt16[ndarray, "R"]  # index into manifest.group_names
     source_row: Int64[ndarray, "R"]
