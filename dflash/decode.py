@@ -129,7 +129,7 @@ def speculate(
         accepted.append(min(right, len(new)))
         if right < len(drafts):
             cache.crop(right - len(drafts))  # a negative number removes that many positions
-        context = _append(context, drafter.context(features[:, : right + 1], start=anchor))
+        context = _append(context, drafter.context(features[:, : right + 1], torch.tensor([anchor])))
     return Decoded(tuple(ids), tuple(emitted), tuple(accepted), (), time.perf_counter() - start)
 
 

@@ -124,10 +124,12 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
 
-    def context(self, features: Float[Tensor, "B S N*H"], start: int = 0) -> list[ContextState]:
-        """Keys and values of every layer for features at positions start, start+1, …"""
+    def context(self, features: Float[Tensor, "B S N*H"], start: Int[Tensor, " B"] | None = None) -> list[ContextState]:
+        """Keys and values of every layer for features at positions start, start+1, … of each row; None: from 0 on."""
         fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        positions = torch.arange(start, start + features.shape[1], device=features.device)
+        positions = torch.arange(features.shape[1], device=features.device)
+        if start is not None:
+            positions = start[:, None] + positions
         angles = self.rope(positions)
         return [ContextState(*layer.self_attn.keys(fused, angles)) for layer in self._layers()]
 

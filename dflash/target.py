@@ -161,11 +161,16 @@ class Target:
             self.model.get_decoder()(input_ids=ids.long(), use_cache=False)
         return self._collect()
 
-    def forward(self, ids: Int[Tensor, "B S"], cache: Any) -> tuple[Float[Tensor, "B S V"], Float[Tensor, "B S N*H"]]:
-        """A whole pass over new tokens behind `cache`: the model's own logits, and features of the new positions."""
+    def forward(
+        self, ids: Int[Tensor, "B S"], cache: Any, **inputs: Any
+    ) -> tuple[Float[Tensor, "B S V"], Float[Tensor, "B S N*H"]]:
+        """A whole pass over new tokens behind `cache`: the model's own logits, and features of the new positions.
+
+        `inputs` are the model's own: mask and positions where rows of a batch are of unequal length.
+        """
         self._seen = _Taps({}, stop=False)
         with torch.no_grad():
-            logits = self.model(input_ids=ids.long(), past_key_values=cache, use_cache=True).logits
+            logits = self.model(input_ids=ids.long(), past_key_values=cache, use_cache=True, **inputs).logits
         return logits, self._collect()
 
     def ends(self, device: torch.device) -> tuple[nn.Module, Head]:
