@@ -1,0 +1,80 @@
+"""From rows to a served drafter on a tiny target, with every kind of death on the way."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, target: Path, tokens: Path) -> Path:
+    """A run that nothing disturbed."""
+    run = tiny.make_run(tmp_path_factory.mktemp("runs") / "whole", target, epochs=4)
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    return run
+
+
+def interrupt(run: Path, tokens: Path, number: int, after: str) -> int:
+    """Start training, send a signal when a checkpoint is there; the exit code."""
+    command = tiny.start(["train", run, "--tokens", tokens], run / "log", tiny.slow_steps)
+    tiny.wait_for(run / "checkpoints" / after)
+    os.kill(command.pid, number)
+    return command.wait()
+
+
+def test_sigkill_then_resume_gives_the_same_bits(make_run: MakeRun, tokens: Path, uninterrupted: Path) -> None:
+    run = make_run("killed", epochs=4)
+    assert interrupt(run, tokens, signal.SIGKILL, "epoch-001-step-000000") == -signal.SIGKILL
+    assert not (run / "train.json").exists()
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    tiny.assert_equal(run, uninterrupted)
+    assert json.loads((run / "train.json").read_text())["resumed_from"] >= "epoch-001-step-000000"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_signals_leave_a_checkpoint_and_code_75(
+    make_run: MakeRun, tokens: Path, uninterrupted: Path, number: int
+) -> None:
+    run = make_run("stopped", epochs=4, checkpoint_every_steps=7)
+    assert interrupt(run, tokens, number, "epoch-000-step-000007") == 75
+    stopped = json.loads((run / "train.json").read_text())
+    assert not stopped["finished"]
+    assert Path(stopped["checkpoint"]).is_dir()
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    tiny.assert_equal(run, uninterrupted)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    assert [curve(line) for line in lines] == [curve(line) for line in whole]
+
+
+def curve(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl without what depends on the clock."""
+    return {name: value for name, value in line.items() if name not in ("tokens_per_s", "stages", "seconds", "queues")}
+
+
+def test_evaluate_export_reload(uninterrupted: Path, tokens: Path) -> None:
+    tiny.run(["evaluate", uninterrupted, "--tokens", tokens], uninterrupted / "log")
+    tiny.run(["export", uninterrupted], uninterrupted / "log")
+    evaluation = json.loads((uninterrupted / "evaluation.json").read_text())
+    assert evaluation["decode"]["lossless"]
+    assert evaluation["tau"]["after"]["value"] > evaluation["tau"]["before"]["value"]
+    exported = json.loads((uninterrupted / "export.json").read_text())
+    from dflash.export import load_exported
+
+    drafter = load_exported(Path(exported["path"]))
+    trained = tiny.weights(uninterrupted)
+    assert all((trained[f"drafter.{name}"] == value).all() for name, value in drafter.state_dict().items())
+
+
+def test_a_finished_run_trains_nothing(uninterrupted: Path, tokens: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (uninterrupted / "checkpoints").rglob("*")}
+    tiny.run(["train", uninterrupted, "--tokens", tokens], uninterrupted / "log")
+    assert {path: path.stat().st_mtime_ns for path in (uninterrupted / "checkpoints").rglob("*")} == before
+    assert "nothing left" in (uninterrupted / "log").read_text()
