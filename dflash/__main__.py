@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("run", type=Path, help="run directory, with config.json")
         command.add_argument("--tokens", type=Path, required=True, help="directory of the token cache")
+        if name == "train":
+            command.add_argument("--until-epoch", type=int, help="stop once so many epochs of the plan are done")
+            command.add_argument("--until-time", type=float, help="stop at this time, in seconds since 1970")
     command = commands.add_parser("export", help="write the newest checkpoint in its served layouts")
     command.add_argument("run", type=Path, help="run directory, with config.json")
     command = commands.add_parser("dequantise", help="write a GGUF file as safetensors, once")
@@ -66,10 +69,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in ("check", "train", "evaluate", "export"):
         (arguments.run / "error.json").unlink(missing_ok=True)
     if arguments.command == "train":
-        from dflash.training import Interrupted, train
+        from dflash.training import Interrupted, Until, train
 
         try:
-            train(arguments.run, arguments.tokens)
+            train(arguments.run, arguments.tokens, Until(arguments.until_epoch, arguments.until_time))
         except Interrupted:
             return STOPPED
     elif arguments.command == "check":

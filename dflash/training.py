@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,7 +37,18 @@ class Interrupted(Exception):
     """A signal asked the run to end: the step is finished and a checkpoint written. Not an error."""
 
 
-def train(path: Path, tokens: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Where this process stops at the latest. Absolute, so that one that is started again does not get more."""
+
+    epoch: int | None = None  # epochs done
+    time: float | None = None  # seconds since 1970
+
+
+NO_LIMIT = Until()
+
+
+def train(path: Path, tokens: Path, until: Until = NO_LIMIT) -> None:
     """Train the run at `path` on a token cache and write train.json.
 
     Raises Interrupted after SIGTERM or SIGINT, RunLocked, ConfigMismatch when a setting that changes the curve differs
@@ -53,7 +64,7 @@ def train(path: Path, tokens: Path) -> None:
                 if not (path / "train.json").exists():  # killed between the last checkpoint and its result
                     opened.run.write("train.json", result(opened, start, None))
                 return
-        _Run(opened, start, stopping).run()
+        _Run(opened, start, stopping, until).run()
 
 
 @contextmanager
@@ -79,8 +90,8 @@ def stop_signals() -> Iterator[threading.Event]:
 class _Run:
     """One process's part of a run: what its steps add to, and what its checkpoints are made from."""
 
-    def __init__(self, opened: OpenRun, resumed: Checkpoint | None, stopping: threading.Event) -> None:
-        self.opened, self.resumed, self.stopping = opened, resumed, stopping
+    def __init__(self, opened: OpenRun, resumed: Checkpoint | None, stopping: threading.Event, until: Until) -> None:
+        self.opened, self.resumed, self.stopping, self.until = opened, resumed, stopping, until
         self.training = opened.config.training
         self.plan = Plan(opened.store, opened.config)
         threads = resumed.state.threads if resumed else cpu_threads()
@@ -104,6 +115,8 @@ class _Run:
         end = training.epochs
         if training.epochs_per_run is not None:
             end = min(end, start.epoch + training.epochs_per_run)
+        if self.until.epoch is not None:
+            end = min(end, self.until.epoch)
         total = sum(self.plan.steps(epoch) for epoch in range(training.epochs))
         log.info(
             "training from epoch %d step %d, %d of %d steps done", start.epoch, start.step, start.steps_total, total
@@ -143,6 +156,7 @@ class _Run:
         if done % training.checkpoint_every_steps == 0:
             self._save()
         late = training.stop_after_s is not None and now - self.began >= training.stop_after_s
+        late |= self.until.time is not None and time.time() >= self.until.time
         return not (late or self.stopping.is_set())
 
     def _save(self) -> Checkpoint:

@@ -44,14 +44,15 @@ def _table(parameters: Parameters, plan: Tree) -> Table:
     table.add_column(overflow="fold")
     table.add_row("rows", f"{plan['rows']:,} to train on, {plan['held_out_rows']:,} held out")
     table.add_row("steps", f"{plan['steps']:,}: {plan['steps_per_epoch']:,} an epoch, {plan['epochs']} epochs")
-    table.add_row("disk", f"{gigabytes(plan['disk_bytes'])} of {gigabytes(plan['free_disk_bytes'])} free")
-    available = plan["available_memory_bytes"]
+    disk: dict[str, int] = plan["disk_bytes"]
+    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items() if size)
+    total, free = gigabytes(sum(disk.values())), gigabytes(plan["free_disk_bytes"])
+    table.add_row("disk", f"{total} ({parts}) of {free} free")
     for device, needed in plan["memory_bytes"].items():
-        free = available.get(device) if isinstance(available, dict) else available
-        table.add_row(f"memory, {device}", gigabytes(needed) + ("" if free is None else f" of {gigabytes(free)}"))
-    table.add_row(
-        "time", f"{plan['step_seconds']:.3g} s a step, measured; {duration(plan['seconds_total'])} to the end"
-    )
+        available = gigabytes(plan["available_memory_bytes"][device])
+        table.add_row("memory" if device == "memory" else f"memory of {device}", f"{gigabytes(needed)} of {available}")
+    step = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan["step_seconds"].items())
+    table.add_row("time", f"a step: {step}, measured; {duration(plan['seconds_total'])} to the end of the last epoch")
     return table
 
 

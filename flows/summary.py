@@ -84,9 +84,9 @@ def _lines(summary: Tree) -> dict[str, str]:
         "rows": f"{rows}; dropped: {dropped}; cut: {summary['truncated']:,}",
         "tokens": f"{summary['tokens']:,}, of which {summary['supervised_tokens']:,} supervised",
         "time": stage_seconds(summary["seconds"]),
-        "trained": f"{summary['epochs']} epochs, {summary['steps']:,} steps, {summary['tokens_per_s']:,.0f} tokens/s",
+        "trained": f"{summary['epochs']} epochs, {summary['steps']:,} steps, {_number(summary['tokens_per_s'])} tokens/s",
         "busy": f"{busy}. {summary['bottleneck']}",
-        "loss": f"{summary['loss_first']:.3f} → {summary['loss']:.3f}",
+        "loss": f"{_number(summary['loss_first'])} → {_number(summary['loss'])}",
         "τ held out": f"{tau['before']:.3f} ± {error['before']:.3f} before, "
         f"{tau['after']:.3f} ± {error['after']:.3f} after training (teacher-forced)",
         "lossless": f"{'yes' if summary['lossless'] else 'NO'}: {lossless} to the target's own greedy text",
@@ -95,6 +95,10 @@ def _lines(summary: Tree) -> dict[str, str]:
         "report": summary["report"],
         "export": summary["export"],
     }
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
 
 
 def notes(summary: Tree) -> list[str]:
