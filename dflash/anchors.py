@@ -19,16 +19,28 @@ def legal_anchors(mask: UInt8[ndarray, " T"]) -> Bool[ndarray, " T"]:
     return legal
 
 
-def draw_anchors(mask: UInt8[ndarray, " T"], *, anchors: int, seed: int, epoch: int, row: int) -> Int64[ndarray, " A"]:
-    """At most `anchors` legal positions of one row, ascending, without replacement.
+def draw_anchors(
+    mask: UInt8[ndarray, " T"], *, anchors: int | float, seed: int, epoch: int, row: int
+) -> Int64[ndarray, " A"]:
+    """Legal positions of one row, ascending, without replacement: at most a number, or a share of them.
 
     Depends on (seed, epoch, row) alone, so that regrouping rows into batches changes no anchor.
     """
     positions = np.flatnonzero(legal_anchors(mask))
+    if isinstance(anchors, float):
+        anchors = max(1, round(anchors * positions.size))
     if positions.size <= anchors:
         return positions
     generator = np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, row, _ANCHORS]))
     return np.sort(generator.choice(positions, size=anchors, replace=False, shuffle=False))
+
+
+def covered_tokens(mask: UInt8[ndarray, " T"], anchor: Int64[ndarray, " A"], block_size: int) -> Bool[ndarray, " T"]:
+    """Which tokens of one row some counted slot predicts: coverage is their share of the supervised ones."""
+    positions = anchor[:, None] + np.arange(block_size)
+    covered = np.zeros(mask.size, dtype=bool)
+    covered[positions[block_counts(mask, anchor, block_size)]] = True
+    return covered
 
 
 def block_labels(ids: Int32[ndarray, " T"], anchor: Int64[ndarray, " A"], block_size: int) -> Int32[ndarray, "A K"]:

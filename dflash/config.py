@@ -43,7 +43,14 @@ class TrainingConfig(_Model):
     epochs: int = Field(6, description="passes over the rows", ge=1)
     tokens_per_batch: int = Field(24_576, description="B·S of one micro-batch, padding included, in tokens", ge=1)
     batches_per_step: int = Field(1, description="G: micro-batches of one optimizer step", ge=1)
-    anchors: int = Field(512, description="anchors of a row in one epoch, at most", ge=1)
+    anchors: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] = Field(
+        512, description="anchors of a row in one epoch: at most so many, or (0.25, 1.0) a share of its legal positions"
+    )
+    loss: Literal["ce", "dpace", "kl"] = Field(
+        "ce",
+        description="ce: weights exp(−(k−1)/γ); dpace: weights from the drafter's own confidence; kl: to the target's "
+        "distribution, for which the target runs to its end",
+    )
     gamma: float | None = Field(None, description="γ of exp(−(k−1)/γ); None: 7, 5, 4 for K = 16, 10, 8", gt=0)
     lr: float = Field(6e-4, description="peak learning rate", gt=0)
     min_lr: float = Field(0.0, description="learning rate at the end", ge=0)

@@ -1,24 +1,34 @@
-"""Weighted cross-entropy over the counted slots, in chunks, through a frozen head.
+"""Losses of the counted slots through a frozen head, in one pass over tiles of the vocabulary.
 
-    Σ w·CE and Σ w;  the step divides one by the other                     (arXiv 2602.06036, equation 4)
+    ce      Σ w·CE over Σ w, w_k = exp(−(k−1)/γ)                           (arXiv 2602.06036, equation 4)
+    dpace   the same with w_k made from the drafter's own confidence       (arXiv 2605.18810)
+    kl      Σ w·KL(target ‖ drafter) over Σ w
 
-The gradient of the hidden states is made in the forward pass, while a chunk's logits exist: `[slots, V]` is never whole,
+The step divides one sum by the other. As in flash attention, running maxima and sums replace the whole softmax: the
+gradient p·W − W[label] of the hidden states is summed in the same pass as the loss. So `[slots, V]` is never whole,
 nothing is computed twice, and the head gets no gradient.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# Logits held at once, in elements: 64 Mi float32 values are 256 MiB.
-_CHUNK_ELEMENTS = 1 << 26
+LossKind = Literal["ce", "dpace", "kl"]
+
+# Smoothing of D-PACE's confidences: a slot that is surely wrong still leaves half of the weight to those behind it.
+_ALPHA = 0.5
+
+# Slots and rows of the head that are multiplied at once. On a CPU the logits of a tile stay in its caches; a GPU wants
+# large products.
+_TILE = {"cpu": (256, 8192), "cuda": (2048, 32768)}
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The target's LM head: `softcap(weight · hidden + bias) · scale`."""
+    """The target's LM head: `softcap((weight · hidden + bias) · scale)`."""
 
     weight: Float[Tensor, "V H"]
     bias: Float[Tensor, " V"] | None = None
@@ -26,8 +36,24 @@ class Head:
     scale: float = 1.0
 
     def logits(self, hidden: Float[Tensor, "*n H"]) -> Float[Tensor, "*n V"]:
-        """The target's logits of final hidden states."""
-        logits = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        """The target's logits of final hidden states, in the head's own dtype, rounded where the target rounds."""
+        return self._finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+
+    def tile(self, hidden: Float[Tensor, "n H"], start: int, stop: int) -> Float[Tensor, "n stop-start"]:
+        """Logits of a range of the vocabulary, at least float32."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        raw = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight[start:stop], bias)
+        return self._finish(raw.to(_at_least_float32(raw.dtype)))
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """∂ logit / ∂ raw where the cap bends it, d tanh = 1 − tanh²; None where it does not."""
+        return None if self.softcap is None else 1 - (logits / self.softcap).square()
+
+    def to(self, dtype: torch.dtype) -> "Head":
+        """The head in another dtype; rows that are the embedding's are copied, not changed."""
+        return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype), self.softcap, self.scale)
+
+    def _finish(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -37,7 +63,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoss:
-    """Sums over the counted slots of one micro-batch; `total` carries the gradient."""
+    """Sums over the counted slots of one micro-batch; `total` carries the gradient, `weight` is Σ w."""
 
     total: Tensor
     weight: Tensor
@@ -50,61 +76,144 @@ def block_loss(
     head: Head,
     labels: Int[Tensor, "B A K"],
     weights: Float[Tensor, "B A K"],
+    kind: LossKind = "ce",
+    states: Float[Tensor, "B A K H"] | None = None,
 ) -> BlockLoss:
-    """Σ w·CE over slots with w > 0, and how often the largest logit was right, by slot."""
+    """Σ w·loss over slots with w > 0, and how often the largest logit was right, by slot.
+
+    `kl` needs `states`: for each slot the target's final hidden state of the position before its label, whose logits
+    are the law that the slot should give.
+    """
+    assert (states is not None) == (kind == "kl")
     slots = weights.shape[-1]
     counted = torch.nonzero(weights.flatten() > 0).squeeze(1)
     picked = hidden.flatten(0, 2).index_select(0, counted)
+    wanted = None if states is None else states.flatten(0, 2).index_select(0, counted)
     label, weight = labels.flatten()[counted].long(), weights.flatten()[counted]
-    total, right = _ChunkedCrossEntropy.apply(picked, head, label, weight)  # type: ignore[no-untyped-call]
+    loss, right = _SlotLoss.apply(picked, head, label, wanted)  # type: ignore[no-untyped-call]
+    if kind == "dpace":
+        confidence = torch.zeros_like(weights).view(-1)
+        confidence[counted] = (-loss.detach()).exp().to(confidence.dtype)
+        weight = dpace_weights(confidence.view(weights.shape), weights > 0).flatten()[counted]
     slot = counted % slots
     zeros = torch.zeros(slots, device=hidden.device)
     return BlockLoss(
-        total=total,
+        total=(loss * weight).sum(),
         weight=weight.sum(),
         correct_by_slot=zeros.index_add(0, slot, right.float()),
         counted_by_slot=zeros.index_add(0, slot, torch.ones_like(right, dtype=torch.float32)),
     )
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+def dpace_weights(confidence: Float[Tensor, "*n K"], counts: Bool[Tensor, "*n K"]) -> Float[Tensor, "*n K"]:
+    """w_k = Σ_{j≥k} Π_{i≤j} ((1−α)·q_i + α) over counted slots, q_i the drafter's probability of label i.
+
+    The expected number of accepted drafts that depend on slot k, confidences smoothed (arXiv 2605.18810).
+    """
+    smooth = torch.where(counts, (1 - _ALPHA) * confidence + _ALPHA, 1.0)
+    reached = torch.cumprod(smooth, dim=-1) * counts
+    return reached.flip(-1).cumsum(-1).flip(-1) * counts
+
+
+class _SlotLoss(torch.autograd.Function):
+    """Loss of each slot; its gradient of the hidden states is made with it and only scaled in the backward pass."""
+
     @staticmethod
-    def forward(ctx, hidden, head, label, weight):  # type: ignore[no-untyped-def]
-        total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        right = torch.zeros(label.shape, dtype=torch.bool, device=hidden.device)
+    def forward(ctx, hidden, head, label, states):  # type: ignore[no-untyped-def]
+        loss = torch.empty(label.shape, dtype=_at_least_float32(hidden.dtype), device=hidden.device)
+        right = torch.empty(label.shape, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden)
-        rows = max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
-        for start in range(0, hidden.shape[0], rows):
-            piece = slice(start, start + rows)
-            total += _chunk(hidden[piece], head, label[piece], weight[piece], gradient[piece], right[piece])
+        step = _TILE[hidden.device.type][0]
+        for start in range(0, hidden.shape[0], step):
+            piece = slice(start, start + step)
+            theirs = None if states is None else states[piece]
+            loss[piece], right[piece], gradient[piece] = _slot_losses(hidden[piece], head, label[piece], theirs)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
-        return total, right
+        return loss, right
 
     @staticmethod
     def backward(ctx, upstream, _):  # type: ignore[no-untyped-def]
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream.to(gradient.dtype), None, None, None
+        return gradient * upstream[:, None].to(gradient.dtype), None, None, None
 
 
-def _chunk(hidden: Tensor, head: Head, label: Tensor, weight: Tensor, gradient: Tensor, right: Tensor) -> Tensor:
-    """Σ w·CE of one chunk; writes ∂/∂hidden and which slots were right."""
-    logits = head.logits(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    torch.eq(logits.argmax(-1), label, out=right)
-    peak = logits.amax(-1, keepdim=True)
-    at_label = logits.gather(1, label[:, None])
-    # ∂CE/∂capped = softmax − onehot, and d(tanh cap)/d(raw) = 1 − (capped/cap)².
-    slope = 1 - (logits / head.softcap).square() if head.softcap is not None else None
-    logits -= peak
-    exponentials = logits.exp_()
-    norm = exponentials.sum(-1, keepdim=True)
-    cross_entropy = (norm.log() + peak - at_label).squeeze(1)
-    exponentials *= weight[:, None] / norm
-    exponentials.scatter_add_(1, label[:, None], -weight[:, None].to(exponentials.dtype))
-    if slope is not None:
-        exponentials *= slope
-    if head.scale != 1.0:
-        exponentials *= head.scale
-    gradient.copy_(exponentials.to(head.weight.dtype) @ head.weight)
-    return (cross_entropy * weight).sum()
+class _Running:
+    """Σ exp(logit) · row over the tiles so far, relative to the largest logit so far."""
+
+    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.peak = torch.full((slots, 1), -torch.inf, dtype=dtype, device=device)
+        self.mass = torch.zeros((slots, 1), dtype=dtype, device=device)
+        self.rows = torch.zeros((slots, width), dtype=dtype, device=device)
+        self.inner = torch.zeros((slots, 1), dtype=dtype, device=device)
+
+    def add(self, logits: Tensor, rows: Tensor, slope: Tensor | None, inner: Tensor | None = None) -> None:
+        """One tile: `logits` is overwritten; `slope` bends the rows' share, `inner` is what else is averaged."""
+        peak = torch.maximum(self.peak, logits.amax(-1, keepdim=True))
+        shrink = (self.peak - peak).exp_()
+        exponentials = logits.sub_(peak).exp_()
+        self.peak = peak
+        self.mass.mul_(shrink).add_(exponentials.sum(-1, keepdim=True))
+        if inner is not None:
+            self.inner.mul_(shrink).add_((exponentials * inner).sum(-1, keepdim=True))
+        if slope is not None:
+            exponentials *= slope
+        self.rows.mul_(shrink).add_(exponentials.to(rows.dtype) @ rows)
+
+    def log_mass(self) -> Tensor:
+        """log Σ exp(logit)."""
+        return self.peak + self.mass.log()
+
+
+def _slot_losses(hidden: Tensor, head: Head, label: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, whether the largest logit is the label's, and ∂loss/∂hidden, for a few slots."""
+    vocabulary, step = head.weight.shape[0], _TILE[hidden.device.type][1]
+    dtype = _at_least_float32(hidden.dtype)
+    own = _Running(*hidden.shape, dtype, hidden.device)
+    theirs = None if states is None else _Running(*hidden.shape, dtype, hidden.device)
+    at_label = torch.zeros_like(own.mass)
+    right = torch.zeros_like(label, dtype=torch.bool)
+    for start in range(0, vocabulary, step):
+        stop = min(start + step, vocabulary)
+        rows, logits = head.weight[start:stop], head.tile(hidden, start, stop).to(dtype)
+        slope = head.slope(logits)
+        _read_label(logits, label, start, own.peak, at_label, right)
+        if theirs is not None and states is not None:
+            wanted = head.tile(states, start, stop).to(dtype)
+            theirs.add(wanted, rows, slope, inner=wanted - logits)
+        own.add(logits, rows, slope)
+    right &= (at_label == own.peak).squeeze(1)
+    gradient = own.rows / own.mass
+    if theirs is not None:
+        # KL = Σ p·(log p − log q) = Σ p·(logit_p − logit_q) − log Σ exp(logit_p) + log Σ exp(logit_q)
+        loss = theirs.inner / theirs.mass - theirs.log_mass() + own.log_mass()
+        gradient -= theirs.rows / theirs.mass
+    else:
+        loss = own.log_mass() - at_label
+        at_row = head.weight[label].to(dtype)
+        slope = head.slope(at_label)
+        gradient -= at_row if slope is None else at_row * slope
+    return loss.squeeze(1), right, gradient * head.scale
+
+
+def _read_label(logits: Tensor, label: Tensor, start: int, before: Tensor, at_label: Tensor, right: Tensor) -> None:
+    """Where the label lies in this tile: its logit, and whether it is the first of the largest logits so far."""
+    column = label - start
+    inside = (column >= 0) & (column < logits.shape[1])
+    if logits.device.type == "cpu":
+        # Few slots have their label in this tile: argmax, the slowest of these operations, runs over those alone.
+        here = inside.nonzero().squeeze(1)
+        mine, column = logits[here], column[here]
+        value = mine.gather(1, column[:, None])
+        at_label[here] = value
+        right[here] = (mine.argmax(-1) == column) & (value > before[here]).squeeze(1)
+        return
+    column = column.clamp(0, logits.shape[1] - 1)
+    value = logits.gather(1, column[:, None])
+    at_label.copy_(torch.where(inside[:, None], value, at_label))
+    first = (logits.argmax(-1) == column) & (value > before).squeeze(1)
+    right.copy_(torch.where(inside, first, right))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
