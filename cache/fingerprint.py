@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import xxhash
 
+from cache.config import RowsConfig
 from cache.files import Part
 from cache.readahead import read_blocks
-from cache.source import in_memory
+from cache.source import open_source
 
 SETTLED_S = 2.0  # a file's times tell every change once it is this old
 
@@ -56,18 +58,14 @@ def hash_file(path: Path, sidecar: Path) -> str:
     return digest.hexdigest()
 
 
-def hash_table(data: Any) -> str:
-    """xxh3 of a table in memory, as Arrow would send it: slices count as what they show."""
-    memory = in_memory(data)
+def hash_table(data: Any, rows: RowsConfig) -> str:
+    """xxh3 of the columns that are used of a table in memory, chunk by chunk, as Arrow would send them."""
     digest = xxhash.xxh3_128()
-    sink = _HashSink(digest)
-    tables = [memory.table]
-    if memory.indices is not None:
-        tables.append(pa.table({"indices": memory.indices}))
-    for table in tables:
-        plain = table.replace_schema_metadata(None)
-        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), plain.schema) as stream:
-            stream.write_table(plain)
+    for chunk in open_source([], rows, data).chunks():
+        # `take` leaves out what a slice hides, which the IPC format does not promise to do.
+        batch = chunk.batch.take(pa.array(np.arange(chunk.batch.num_rows)))
+        with pa.ipc.new_stream(pa.PythonFile(_HashSink(digest), mode="w"), batch.schema.remove_metadata()) as stream:
+            stream.write_batch(batch.replace_schema_metadata(None))
     return digest.hexdigest()
 
 

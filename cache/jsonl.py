@@ -163,9 +163,11 @@ def _checked(value: Any, name: str, kind: pa.DataType, path: Path, number: int) 
     if value is None or not pa.types.is_list(kind):
         return value if value is None else str(value)
     wanted = bool if pa.types.is_boolean(kind.value_type) else int
-    if isinstance(value, list) and all(item is None or type(item) is wanted for item in value):
-        if wanted is bool or all(item is None or -(2**63) <= item < 2**63 for item in value):
-            return value
+    fits = isinstance(value, list) and all(
+        item is None or (type(item) is wanted and -(2**63) <= item < 2**63) for item in value
+    )
+    if fits:
+        return value
     raise BadRow(
         f"line {number + 1} of {path}, column {name}: {json.dumps(value)[:80]}, expected {kind} as in the first line. "
         "Repair the line."

@@ -22,8 +22,8 @@ from cache.manifest import LAYOUT_VERSION, canonical
 # Modules that only read a finished cache, or only decide where and when one is built. All others convert: a new
 # module is in the key until someone says that it cannot change a token.
 NOT_CONVERTING = {
-    "__init__", "__main__", "commit", "config", "errors", "fingerprint", "gather", "inspect", "key", "plan", "progress",
-    "readahead", "store",
+    "__init__", "__main__", "commit", "config", "errors", "fingerprint", "gather", "key", "plan", "progress", "removal",
+    "readahead", "show", "store",
 }  # fmt: skip
 
 TOKENIZER_FILES = (
@@ -59,7 +59,7 @@ def content_key(
     )
     parts = {
         "layout": str(LAYOUT_VERSION),
-        "source": hash_table(data) if data is not None else hash_parts(find_parts(rows), sidecar),
+        "source": hash_table(data, rows) if data is not None else hash_parts(find_parts(rows), sidecar),
         "tokenizer": _hash_tokenizer(tokenizer),
         "probe": ",".join(str(i) for i in probe_ids(tokenizer)),
         "template": _hash_file(Path(rows.template)) if rows.template else "the tokenizer's own",

@@ -7,12 +7,13 @@ that rows of one batch have nearly one length; then the batches are shuffled. Ev
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Integer
 from numpy import ndarray
 
 from cache.ragged import offsets_of
 
-WINDOW_BATCHES = 128  # batches of one window: more pad less (98.9 % efficiency here), but mix lengths less
+WINDOW_BATCHES = 128  # batches of one window at most: more would pad a little less, and mix rows less
+MIN_WINDOWS = 4  # of an epoch that has so many batches: rows must meet other rows in other epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +50,38 @@ def plan_epoch(
         return EpochPlan(row_ids, np.zeros(1, dtype=np.int64), epoch)
     # Raw words of the counter-based generator: numpy promises that they never change, unlike Generator.permutation.
     random = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    rows = row_ids[np.argsort(random.random_raw(row_ids.size), kind="stable")]
+    rows = row_ids[_ascending(random.random_raw(row_ids.size) >> np.uint64(32))]
     length = lengths[rows]
 
-    mean = max(1.0, float(length.mean()))
-    size = max(1, round(WINDOW_BATCHES * max(1.0, tokens_per_batch / mean)))  # rows of a window
-    window = np.arange(rows.size, dtype=np.int64) // size
-    order = np.lexsort((-length, window))  # longest first inside a window, ties in random order
-    rows, length = rows[order], length[order]
+    rows_per_batch = max(1.0, tokens_per_batch / max(1.0, float(length.mean())))
+    size = round(min(WINDOW_BATCHES * rows_per_batch, max(rows_per_batch, rows.size / MIN_WINDOWS)))
+    longest_first = _ascending(int(length.max()) - length)
+    place = longest_first[_ascending(longest_first // size)]
+    first = _first_rows(length[place], size, tokens_per_batch)
 
-    first = _first_rows(length, window, size, tokens_per_batch)
-    shuffled = np.argsort(random.random_raw(first.size), kind="stable")
-    count = np.diff(np.append(first, rows.size))[shuffled]
-    offsets = offsets_of(count)
-    source = np.repeat(first[shuffled] - offsets[:-1], count) + np.arange(rows.size, dtype=np.int64)
+    # Inside a batch rows stand in the order of the permutation, so that no epoch repeats another's.
+    count = np.diff(np.append(first, rows.size))
+    batch = np.empty(rows.size, dtype=np.int64)
+    batch[place] = np.repeat(np.arange(first.size), count)
+    rows = rows[_ascending(batch)]
+    chosen = _ascending(random.random_raw(first.size) >> np.uint64(32))
+    offsets = offsets_of(count[chosen])
+    source = np.repeat(first[chosen] - offsets[:-1], count[chosen]) + np.arange(rows.size)
     return EpochPlan(rows[source], offsets, epoch)
 
 
-def _first_rows(
-    length: Int64[ndarray, "n"], window: Int64[ndarray, "n"], size: int, tokens_per_batch: int
-) -> Int64[ndarray, "M"]:
+def _ascending(keys: Integer[ndarray, "n"]) -> Int64[ndarray, "n"]:
+    """Order of non-negative keys, equal ones as they stand: 16 bits at a time, which numpy sorts by radix."""
+    order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
+    while (keys := keys >> 16).any():
+        order = order[np.argsort(keys.astype(np.uint16)[order], kind="stable")]
+    return order
+
+
+def _first_rows(length: Int64[ndarray, "n"], size: int, tokens_per_batch: int) -> Int64[ndarray, "M"]:
     """Index of each batch's first row, where windows are sorted longest first: S is the first row's length."""
-    rows = np.arange(length.size, dtype=np.int64)
-    end = np.minimum((window + 1) * size, length.size)
+    rows = np.arange(length.size)
+    end = np.minimum((rows // size + 1) * size, length.size)
     following = np.minimum(rows + np.maximum(1, tokens_per_batch // np.maximum(1, length)), end)
     # All windows step to their next batch at once, until none has one.
     starts, cuts = rows[::size], []

@@ -1,5 +1,7 @@
 """Pure operations on ragged rows, against plain loops."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,7 +58,7 @@ def test_flat_is_a_view_where_there_is_no_gap() -> None:
 
 @given(rows_of_bits, st.integers(0, 2))
 def test_anchor_needs_two_supervised_neighbours_in_one_row(rows: list[list[int]], gap: int) -> None:
-    expected = [any(a and b for a, b in zip(row[:-1], row[1:], strict=True)) for row in rows]
+    expected = [any(a and b for a, b in pairwise(row)) for row in rows]
     assert has_anchor(spans(rows, gap)).tolist() == expected
 
 

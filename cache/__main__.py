@@ -1,0 +1,132 @@
+"""Token caches from the command line.
+
+python -m cache build SOURCE --vocabulary 151936     make the token cache of some rows, or find it made
+python -m cache inspect CACHE --tokenizer DIR        what is in it, and a row with its mask in colour
+python -m cache verify CACHE                         read every byte and compare checksums
+python -m cache list                                 all caches of a home, with sizes
+python -m cache remove CACHE                         take one away; asks first
+
+CACHE is a directory, or the first letters of a key under `--home` ($DFLASH_HOME, else var/).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from cache.config import RowsConfig, default_home
+from cache.errors import CacheError, CacheIncomplete
+from cache.progress import progress_bar
+from cache.removal import entries, entry_at, remove
+from cache.show import listing, row, size_of, summary
+from cache.store import TokenCache
+from cache.writer import build
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 when it did what was asked."""
+    parser = argparse.ArgumentParser("python -m cache", description=__doc__, formatter_class=_Formatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, arguments_of in _ARGUMENTS.items():
+        command = commands.add_parser(name)
+        command.add_argument("--home", type=Path, default=default_home(), help="directory of all data")
+        for flags, options in arguments_of:
+            command.add_argument(*flags, **options)
+    given = parser.parse_args(arguments)
+    console = Console(soft_wrap=True)
+    try:
+        code: int = _COMMANDS[given.command](given, console)
+    except (CacheError, ValidationError) as error:
+        Console(stderr=True, soft_wrap=True).print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        return 1
+    return code
+
+
+def _build(given: argparse.Namespace, console: Console) -> int:
+    rows: dict[str, Any] = {"source": given.source, "vocabulary": given.vocabulary}
+    for setting in given.set:
+        name, _, value = setting.partition("=")
+        try:
+            rows[name] = json.loads(value)
+        except ValueError:
+            rows[name] = value
+    with progress_bar(console) as progress:
+        path = build(RowsConfig(**rows), home=given.home, tokenizer=given.tokenizer, vocabulary=None, progress=progress)
+    console.print(str(path), highlight=False)
+    return 0
+
+
+def _inspect(given: argparse.Namespace, console: Console) -> int:
+    cache = TokenCache.open(_find(given.cache, given.home))
+    if not 0 <= given.row < cache.manifest.rows:
+        raise CacheError(f"--row {given.row}: expected 0..{cache.manifest.rows - 1}, the rows of {cache.path}.")
+    console.print(summary(cache), row(cache, given.row, given.tokenizer), sep="\n\n")
+    return 0
+
+
+def _verify(given: argparse.Namespace, console: Console) -> int:
+    cache = TokenCache.open(_find(given.cache, given.home))
+    cache.verify()
+    console.print(f"{cache.path}: all {len(cache.manifest.arrays)} arrays are what the manifest says.")
+    return 0
+
+
+def _list(given: argparse.Namespace, console: Console) -> int:
+    console.print(listing(entries(given.home)))
+    return 0
+
+
+def _remove(given: argparse.Namespace, console: Console) -> int:
+    entry = entry_at(_find(given.cache, given.home))
+    rows = f"{entry.manifest.rows:,} rows" if entry.manifest else f"does not open: {entry.problem}"
+    console.print(f"{entry.path}: {rows}, {size_of(entry.size_bytes)}")
+    if not given.yes and input("Remove it? [y/N] ").strip().lower() not in ("y", "yes"):
+        console.print("Kept.")
+        return 1
+    remove(entry.path)
+    console.print("Removed.")
+    return 0
+
+
+def _find(name: str, home: Path) -> Path:
+    """A cache by its directory, or by the first letters of its key."""
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    found = [path for path in (home / "tokens").glob(f"{name}*") if path.is_dir()] if "/" not in name else []
+    if len(found) != 1:
+        what = f"{len(found)} caches begin so" if found else "no such cache"
+        raise CacheIncomplete(
+            f"{name}: {what} under {home / 'tokens'}, expected one. `python -m cache list` shows what there is."
+        )
+    return found[0]
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description."""
+
+
+_CACHE: tuple[tuple[str, ...], dict[str, Any]] = (("cache",), {"help": "directory, or first letters of a key"})
+_TOKENIZER: tuple[tuple[str, ...], dict[str, Any]] = (
+    ("--tokenizer",),
+    {"type": Path, "help": "directory of the target's tokenizer"},
+)
+_ARGUMENTS: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
+    "build": [
+        (("source",), {"nargs": "+", "help": "paths or globs: datasets directory, Arrow, Parquet or JSONL"}),
+        _TOKENIZER,
+        (("--vocabulary",), {"type": int, "help": "number of the target's token ids"}),
+        (("--set",), {"action": "append", "default": [], "metavar": "field=value", "help": "a field of `rows`"}),
+    ],
+    "inspect": [_CACHE, _TOKENIZER, (("--row",), {"type": int, "default": 0, "help": "row to show"})],
+    "verify": [_CACHE],
+    "list": [],
+    "remove": [_CACHE, (("--yes",), {"action": "store_true", "help": "do not ask"})],
+}
+_COMMANDS = {"build": _build, "inspect": _inspect, "verify": _verify, "list": _list, "remove": _remove}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What a person wants to know of a token cache, as tables and a row in colour."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cache.manifest import Manifest
+from cache.removal import Entry
+from cache.store import TokenCache
+
+BAR = 40  # columns of the longest bar of the histogram
+SUPERVISED, CONTEXT = "bold green", "dim"
+
+
+def summary(cache: TokenCache) -> RenderableType:
+    """Everything in the manifest that a person asks for."""
+    manifest = cache.manifest
+    facts = _table()
+    facts.add_row("path", str(cache.path))
+    facts.add_row("key", cache.key)
+    held_out = int(cache.rows(1).size)
+    facts.add_row("rows", f"{manifest.rows:,} ({held_out:,} held out) of {manifest.source_rows:,} in the source")
+    facts.add_row("tokens", f"{manifest.tokens:,} as {manifest.dtype}, vocabulary {manifest.vocabulary:,}")
+    share = manifest.supervised_tokens / manifest.tokens
+    facts.add_row("supervised", f"{manifest.supervised_tokens:,} ({share:.1%}) in {manifest.answers:,} answers")
+    mean, longest = manifest.tokens / manifest.rows, int(cache.lengths.max())
+    facts.add_row("row length", f"mean {mean:,.0f}, longest {longest:,} tokens")
+    cut = f"{manifest.truncated:,} rows, {manifest.truncated_tokens:,} tokens"
+    facts.add_row("cut", cut if manifest.truncated else "none")
+    facts.add_row("dropped", _counted(manifest.dropped))
+    if manifest.noted:
+        facts.add_row("noted", _counted(manifest.noted))
+    size = sum(array.size_bytes for array in manifest.arrays.values())
+    facts.add_row("on disk", size_of(size))
+    return Group(facts, "", _lengths(manifest), "", _groups(cache), "", _key_parts(manifest))
+
+
+def row(cache: TokenCache, index: int, tokenizer: Path | None) -> RenderableType:
+    """One row with its mask: supervised tokens stand out; as text where a tokenizer is given, else as ids."""
+    start, stop = cache.offsets[index : index + 2].tolist()
+    ids, mask = cache.ids[start:stop], cache.mask[start:stop]
+    decode = _decoder(tokenizer)
+    text = Text()
+    # Runs of equal mask, so that text is not cut inside a character more often than the mask cuts it.
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    for low, high in pairwise(edges):
+        text.append(decode(ids[low:high].tolist()), style=SUPERVISED if mask[low] else CONTEXT)
+    side = "held out" if cache.split[index] else "train"
+    name = cache.manifest.group_names[int(cache.group[index])]
+    title = f"row {index}: source row {cache.source_row[index]}, {side}, group {name}, {stop - start} tokens; "
+    return Group(Text(title).append("supervised", style=SUPERVISED).append(" context", style=CONTEXT), text)
+
+
+def listing(entries: list[Entry]) -> RenderableType:
+    """A line a cache, with its size."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("key", "rows", "tokens", "size", ""):
+        table.add_column(heading, justify="right" if heading in ("rows", "tokens", "size") else "left")
+    for entry in entries:
+        manifest = entry.manifest
+        rows, tokens = (f"{manifest.rows:,}", f"{manifest.tokens:,}") if manifest else ("", "")
+        table.add_row(entry.path.name, rows, tokens, size_of(entry.size_bytes), entry.problem or "")
+    table.add_row("", "", "", size_of(sum(entry.size_bytes for entry in entries)), "in all")
+    return table
+
+
+def size_of(size_bytes: int) -> str:
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if size_bytes >= 10**power:
+            return f"{size_bytes / 10**power:.1f} {unit}"
+    return f"{size_bytes} bytes"
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {number:,}" for reason, number in counts.items()) or "none"
+
+
+def _lengths(manifest: Manifest) -> RenderableType:
+    table = _table("length histogram")
+    most = max((rows for _, rows in manifest.length_histogram), default=1)
+    for longest, rows in manifest.length_histogram:
+        if rows:
+            table.add_row(f"≤ {longest:,}", f"{'█' * max(1, round(BAR * rows / most))} {rows:,}")
+    return table
+
+
+def _groups(cache: TokenCache) -> RenderableType:
+    table = _table("groups")
+    counts = np.bincount(cache.group, minlength=len(cache.manifest.group_names))
+    for name, rows in zip(cache.manifest.group_names, counts.tolist(), strict=True):
+        if rows:
+            table.add_row(name, f"{rows:,}")
+    return table
+
+
+def _key_parts(manifest: Manifest) -> RenderableType:
+    table = _table("what the key is made of")
+    for name, part in manifest.key_parts.items():
+        table.add_row(name, part)
+    return table
+
+
+def _table(title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _decoder(tokenizer: Path | None) -> Any:
+    if tokenizer is None:
+        return lambda ids: " ".join(str(i) for i in ids) + " "
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    return lambda ids: backend.decode(ids, skip_special_tokens=False)
