@@ -105,6 +105,18 @@ def block_loss(
     )
 
 
+def label_states(
+    final: Float[Tensor, "B S H"], anchor: Int[Tensor, "B A"], block_size: int
+) -> Float[Tensor, "B A K H"]:
+    """For slot k the final state at anchor + k − 1, whose logits are the law of the token at anchor + k.
+
+    Slots past the row, which do not count, repeat its last state.
+    """
+    positions = anchor[..., None] + torch.arange(block_size, device=anchor.device) - 1
+    positions = positions.clamp(0, final.shape[1] - 1).long()
+    return final[torch.arange(final.shape[0], device=final.device)[:, None, None], positions]
+
+
 def dpace_weights(confidence: Float[Tensor, "*n K"], counts: Bool[Tensor, "*n K"]) -> Float[Tensor, "*n K"]:
     """w_k = Σ_{j≥k} Π_{i≤j} ((1−α)·q_i + α) over counted slots, q_i the drafter's probability of label i.
 

@@ -1,9 +1,10 @@
 """The frozen target: token ids → features, with the target's own embedding and head for the drafter.
 
-Tap i reads `hidden_states[i + 1]`, the output of decoder layer i. A forward pass ends inside the last tap: later layers
-and the head are never run.
+Tap i reads `hidden_states[i + 1]`, the output of decoder layer i (entry 0 is the embedding). A forward pass ends inside
+the last tap: later layers and the head are never run, unless the loss needs the final state.
 """
 
+from collections.abc import Collection
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from dflash.config import DrafterConfig, TargetConfig
 from dflash.drafter import DrafterShape
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.loss import Head
+from dflash.mask_token import check_mask_token
 
 
 def spread_taps(num_layers: int, taps: int) -> tuple[int, ...]:
@@ -42,34 +44,6 @@ def resolve_taps(taps: int | list[int], num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def check_mask_token(mask_token_id: int | None, config: PreTrainedConfig, rows: int) -> int:
-    """The mask token's id: an existing row of the embedding and no token with another meaning.
-
-    Raises ConfigMismatch when it is missing, out of range, or one of pad, eos and bos.
-    """
-    if mask_token_id is None:
-        raise ConfigMismatch(
-            "drafter.mask_token_id is not set. Name the id of a token that no text uses, such as a reserved special "
-            "token of the target's tokenizer; pad, eos and bos will not do."
-        )
-    if not 0 <= mask_token_id < rows:
-        raise ConfigMismatch(
-            f"drafter.mask_token_id={mask_token_id} has no row in the target's embedding of {rows} rows; expected an id "
-            f"within 0..{rows - 1}. A token added by growing the tokenizer cannot be the mask."
-        )
-    taken = {}
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        value = getattr(config, name, None)
-        for token in value if isinstance(value, list) else [value]:
-            taken[token] = name
-    if mask_token_id in taken:
-        raise ConfigMismatch(
-            f"drafter.mask_token_id={mask_token_id} is the target's {taken[mask_token_id]}; expected a token that no "
-            "text uses."
-        )
-    return mask_token_id
-
-
 def text_config(model: TargetConfig) -> PreTrainedConfig:
     """The target's configuration, without its weights.
 
@@ -86,8 +60,20 @@ def text_config(model: TargetConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def drafter_shape(drafter: DrafterConfig, config: PreTrainedConfig) -> DrafterShape:
-    """The drafter's shape for a target: its widths, heads and positions are the target's own."""
+def stop_tokens(model: TargetConfig) -> frozenset[int]:
+    """The ids that end an answer by the target's generation config: end of text and end of turn."""
+    try:
+        stop = GenerationConfig.from_pretrained(model.model, revision=model.revision).eos_token_id
+    except OSError:
+        return frozenset()  # a target without one ends by its config's eos alone
+    return frozenset(stop if isinstance(stop, list) else [] if stop is None else [stop])
+
+
+def drafter_shape(drafter: DrafterConfig, config: PreTrainedConfig, stop_ids: Collection[int] = ()) -> DrafterShape:
+    """The drafter's shape for a target: its widths, heads and positions are the target's own.
+
+    Raises ConfigMismatch when taps or mask token do not fit the target.
+    """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention", rope))
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
@@ -104,7 +90,7 @@ def drafter_shape(drafter: DrafterConfig, config: PreTrainedConfig) -> DrafterSh
         taps=resolve_taps(drafter.taps, config.num_hidden_layers),
         num_target_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        mask_token_id=check_mask_token(drafter.mask_token_id, config, config.vocab_size),
+        mask_token_id=check_mask_token(drafter.mask_token_id, config, config.vocab_size, stop_ids),
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=rope,
@@ -124,27 +110,39 @@ class _Taps:
 
 
 class Target:
-    """The frozen model with its taps."""
+    """The frozen model with its taps; with `final`, features end with the final hidden state, which the head reads."""
 
-    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
+    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], final: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
         self.taps = taps
+        self.final = final
         self._seen = _Taps({}, stop=False)
         layers = decoder_layers(model)
         for tap in taps:
             layers[tap].register_forward_hook(self._hook(tap))
 
     @classmethod
-    def load(cls, config: TargetConfig, taps: tuple[int, ...], device: str | torch.device) -> "Target":
-        """Read the target's weights onto a device."""
-        model = AutoModelForCausalLM.from_pretrained(
+    def load(
+        cls, config: TargetConfig, taps: tuple[int, ...], device: str | torch.device, final: bool = False
+    ) -> "Target":
+        """Read the target's weights onto a device.
+
+        Raises TargetMismatch when a weight is missing: the library would go on with a random one.
+        """
+        model, info = AutoModelForCausalLM.from_pretrained(
             config.model,
             revision=config.revision,
             dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             attn_implementation="sdpa",
+            output_loading_info=True,
         )
-        return cls(model.to(device), taps)
+        if lacking := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
+            raise TargetMismatch(
+                f"target.model={config.model} lacks {len(lacking)} of the weights that its config asks for, "
+                f"{', '.join(lacking[:3])} among them; expected all. The files are not whole or not of this model."
+            )
+        return cls(model.to(device), taps, final)
 
     @property
     def device(self) -> torch.device:
@@ -156,10 +154,11 @@ class Target:
 
         No attention mask is needed: the target is causal and padding comes last, so no real position sees it.
         """
-        self._seen = _Taps({}, stop=True)
+        self._seen = _Taps({}, stop=not self.final)
+        states = []
         with torch.no_grad(), suppress(_LastTap):
-            self.model.get_decoder()(input_ids=ids.long(), use_cache=False)
-        return self._collect()
+            states.append(self.model.get_decoder()(input_ids=ids.long(), use_cache=False).last_hidden_state)
+        return torch.cat([self._collect(), *(state.to(torch.bfloat16) for state in states)], dim=-1)
 
     def forward(
         self, ids: Int[Tensor, "B S"], cache: Any, **inputs: Any
@@ -174,7 +173,10 @@ class Target:
         return logits, self._collect()
 
     def ends(self, device: torch.device) -> tuple[nn.Module, Head]:
-        """The target's own input embedding and LM head (soft-capping and scaling included), on a device."""
+        """The target's own input embedding and LM head (soft-capping and scaling included), on a device.
+
+        Raises TargetMismatch when that head does not give the model's logits.
+        """
         config = self.model.config.get_text_config(decoder=True)
         embedding, linear = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if embedding.weight.device != device:
@@ -185,7 +187,25 @@ class Target:
         elif getattr(config, "logits_scaling", None) is not None:
             scale = 1.0 / float(config.logits_scaling)
         softcap = getattr(config, "final_logit_softcapping", None)
-        return embedding, Head(linear.weight, getattr(linear, "bias", None), softcap, scale)
+        head = Head(linear.weight, getattr(linear, "bias", None), softcap, scale)
+        self._check_head(head, device)
+        return embedding, head
+
+    def _check_head(self, head: Head, device: torch.device) -> None:
+        """Compare with the model's own logits: a scale that this module does not know would go unnoticed."""
+        ids = torch.arange(4, device=self.device)[None] % head.weight.shape[0]
+        with torch.no_grad():
+            states = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            wanted = self.model(input_ids=ids, use_cache=False).logits.float()
+        got = head.logits(states.to(device)).float().to(wanted.device)
+        # The same products rounded a few times more or less: each rounding is at most eps of a logit.
+        tolerance = 8 * torch.finfo(head.weight.dtype).eps * wanted.abs().max()
+        if not (got - wanted).abs().max() <= tolerance:
+            raise TargetMismatch(
+                f"{type(self.model).__name__}: its logits differ from head · final state by "
+                f"{(got - wanted).abs().max():.3g}, expected at most {tolerance:.3g}. Its head does more than scaling "
+                "and soft-capping; this architecture is not supported yet."
+            )
 
     def _hook(self, tap: int) -> Any:
         last = tap == self.taps[-1]
