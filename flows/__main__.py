@@ -14,10 +14,11 @@ import textwrap
 
 from cache.errors import CacheError
 from dflash.errors import DflashError
-from flows.config import repository
+from flows.config import repository, resolve_home
 from flows.deployments import Deployment, check_parameters, read_deployments, with_overrides
 from flows.errors import BadParameter, FlowError
 from flows.progress import console
+from flows.server import choose_server, start_server
 
 OUR_LOGGERS = ("flows", "cache", "dflash")
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         tree = with_overrides(deployment.parameters, options.set)
         os.chdir(root)  # Prefect reads prefect.toml from the working directory only
         os.environ.setdefault("DO_NOT_TRACK", "1")  # and says on terminals that it tracks, whatever that file says
+        server = choose_server()
         flow = deployment.load()
         parameters = check_parameters(flow.fn, tree)
         _speak_plainly()
@@ -38,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
             from flows.dryrun import dry_run
 
             return dry_run(flow.fn, parameters)
-        _start_temporary_server()
+        if server is not None:
+            console.print("Starting Prefect's temporary server (about 15 s).")
+            start_server(server, resolve_home(parameters.get("home")) / "logs" / "server.log")
         flow(**parameters)
     except BadParameter as error:
         print(error, file=sys.stderr)
@@ -100,25 +104,6 @@ def _speak_plainly() -> None:
             handler.setLevel(logging.CRITICAL)
     for name in OUR_LOGGERS:
         logging.getLogger(name).addHandler(_Plain())
-
-
-def _start_temporary_server() -> None:
-    """Prefect's own temporary server, where no other is set, started here so that Ctrl-C does not end it.
-
-    Ctrl-C goes to all processes of the terminal; a server that ends with it could not be told how the run ended. A
-    process starts with the signals blocked that its parent has blocked.
-    """
-    from prefect.server.api.server import SubprocessASGIServer
-    from prefect.settings import PREFECT_API_URL
-
-    if PREFECT_API_URL.value():
-        return
-    console.print("Starting Prefect's temporary server (about 15 s).")
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        SubprocessASGIServer().start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 if __name__ == "__main__":

@@ -32,14 +32,14 @@ STOPPED_CLEANLY = 75
 REFUSED = 2
 OUR_ERRORS = ("cache.errors", "dflash.errors", "flows.errors")
 
-# Runs before the program: asks the kernel to end it with the flow's process, and checks that this one is still there.
+# Runs before the program: asks the kernel to end it with the flow's process, and checks that this is still there.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(sys.argv[2]))
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the flow's process is gone")
-os.execv(sys.argv[2], sys.argv[2:])
+os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -65,7 +65,7 @@ def run_command(
         (directory / name).unlink(missing_ok=True)
     with log.open("ab") as output, _StopSignals() as stop:
         child = subprocess.Popen(
-            [sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()), *command],
+            dies_with_parent(command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -80,6 +80,11 @@ def run_command(
         signal.raise_signal(stop.received)  # the handler before ours is back: KeyboardInterrupt, or Prefect's own
     if code != 0:
         raise _failure(stage, code, directory, log)
+
+
+def dies_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+    """The command, started so that the kernel sends it a signal when the thread that started it ends, however hard."""
+    return [sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()), str(int(number)), *command]
 
 
 def _watch(

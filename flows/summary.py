@@ -79,12 +79,13 @@ def _lines(summary: Tree) -> dict[str, str]:
     lossless = f"{decode['identical']} of {decode['prompts']} prompts × {decode['max_new_tokens']} tokens identical"
     if decode.get("near_ties"):
         lossless += f", {decode['near_ties']} differ only at a near tie of the target"
+    speed = _number(summary["tokens_per_s"])
     rows = f"{summary['rows']:,} of {summary['rows_read']:,} read"
     return {
         "rows": f"{rows}; dropped: {dropped}; cut: {summary['truncated']:,}",
         "tokens": f"{summary['tokens']:,}, of which {summary['supervised_tokens']:,} supervised",
         "time": stage_seconds(summary["seconds"]),
-        "trained": f"{summary['epochs']} epochs, {summary['steps']:,} steps, {_number(summary['tokens_per_s'])} tokens/s",
+        "trained": f"{summary['epochs']} epochs, {summary['steps']:,} steps, {speed} tokens/s",
         "busy": f"{busy}. {summary['bottleneck']}",
         "loss": f"{_number(summary['loss_first'])} → {_number(summary['loss'])}",
         "τ held out": f"{tau['before']:.3f} ± {error['before']:.3f} before, "

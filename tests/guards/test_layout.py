@@ -22,6 +22,7 @@ CONCURRENT = (
     "dflash/pipeline/",
     "flows/artifacts.py",
     "flows/child.py",
+    "flows/server.py",
 )
 CONCURRENCY = {"multiprocessing", "concurrent", "subprocess", "_thread"}  # and threads, by their class
 
