@@ -1,7 +1,7 @@
 """A Prefect server of this process's own, for runs without one.
 
 Prefect would start one itself, but in this process's group: Ctrl-C, or a SIGTERM to the group, ends it together with
-the stage, and the flow then waits for minutes to tell it so. This one has a session of its own and dies with this process.
+the stage, and the flow then waits minutes to tell it so. This one has a session of its own and dies with this process.
 """
 
 import os
