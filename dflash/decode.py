@@ -1,12 +1,14 @@
-"""Speculative decoding: the drafter proposes a block, one target pass checks it, the target's own choice is emitted.
+"""Speculative decoding: the drafter proposes a block, one target pass checks it, what it accepts is emitted.
 
-Every emitted token is the target's: its argmax at temperature 0, else a draw from its own law. A draft is accepted when
-it equals that choice, so the law of the output is the target's for any drafter.
+    prompts ─▶ target: first token, features ─▶ [ drafter: K−1 drafts ─▶ target: accept, one more token ] …
+
+Several prompts go through a pass together, each accepting as many drafts as it may. Both caches hold confirmed
+positions only: all tokens but the last one emitted, which is the next block's anchor.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -15,21 +17,38 @@ from transformers import DynamicCache
 
 from dflash.drafter import ContextState, Drafter
 from dflash.loss import Head
+from dflash.rollback import RowCache, room
+from dflash.sampling import Dice, Proposal, Sampling, SeededDice
 from dflash.target import Target
 from dflash.trainer import embed_blocks
 
-Choose = Callable[[Float[Tensor, "n V"]], Int[Tensor, " n"]]
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where an answer ends: behind its first stop token, or after so many tokens, or at the target's last position."""
+
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What a target pass gave one row: accepted drafts, then the target's own token unless the answer ended before."""
+
+    row: int
+    ids: tuple[int, ...]
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An answer. `emitted` holds the tokens of each target pass after the prompt's own, which gave the first token."""
+    """An answer. Passes are those after the prompt's own, which gave the first token."""
 
     ids: tuple[int, ...]
     emitted: tuple[int, ...]  # tokens by pass: accepted drafts and the bonus token
     accepted: tuple[int, ...]  # drafts that were accepted, by pass
-    gaps: tuple[float, ...]  # how far the chosen logit was above the best other one; only in plain decoding
-    seconds: float
+    seconds: float  # of the whole batch that it was decoded in
+    gaps: tuple[float, ...] = ()  # how far the best logit was above the second, by token; only in plain decoding
 
     @property
     def tau(self) -> float:
@@ -37,117 +56,167 @@ class Decoded:
         return sum(self.emitted) / len(self.emitted) if self.emitted else float("nan")
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The target's law: temperature 0 is greedy; top-k (0: all), then top-p cut the law before it is drawn from."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def law(self, logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
-        """Probabilities that `choose` draws from, temperature > 0."""
-        logits = logits.float() / self.temperature
-        if self.top_k:
-            least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        law = logits.softmax(-1)
-        if self.top_p < 1.0:
-            ordered, order = law.sort(dim=-1, descending=True)
-            # A token stays when what is above it has not reached top_p: the most likely one always does.
-            stays = torch.zeros_like(law, dtype=torch.bool).scatter(
-                -1, order, ordered.cumsum(-1) - ordered < self.top_p
-            )
-            law = law.masked_fill(~stays, 0.0)
-            law = law / law.sum(-1, keepdim=True)
-        return law
-
-    def chooser(self, seed: int) -> Choose:
-        """Logits → one token id for each row of them."""
-        if self.temperature == 0.0:
-            return lambda logits: logits.argmax(-1)
-        generator = torch.Generator().manual_seed(seed)
-        return lambda logits: torch.multinomial(self.law(logits).cpu(), 1, generator=generator).squeeze(1)
-
-
-def plain(
-    target: Target, prompt: Int[Tensor, " S"], *, max_new_tokens: int, stop_ids: frozenset[int], choose: Choose
-) -> Decoded:
+def plain(target: Target, prompt: Int[Tensor, " S"], limits: Limits, sampling: Sampling, dice: Dice) -> Decoded:
     """The target alone, one token a pass."""
     start = time.perf_counter()
+    end = room(target, prompt, limits.max_new_tokens)
     cache = DynamicCache(config=target.model.config)
     ids: list[int] = []
-    gaps: list[float] = []
+    best: list[Tensor] = []
     pending = prompt
-    while len(ids) < max_new_tokens and not (ids and ids[-1] in stop_ids):
-        logits, _ = target.forward(pending[None].to(target.device), cache)
-        ids.append(int(choose(logits[0, -1:])))
-        others = logits[0, -1].clone()
-        others[ids[-1]] = -torch.inf
-        gaps.append(float(logits[0, -1, ids[-1]] - others.max()))
+    while len(ids) < end and not (ids and ids[-1] in limits.stop_ids):
+        logits, _ = target.forward(pending[None].to(target.device), cache, logits_to_keep=1)
+        ids.append(int(sampling.choose(logits[0, -1:], dice)))
+        best.append(logits[0, -1].topk(2).values)
         pending = torch.tensor(ids[-1:])
-    rounds = max(0, len(ids) - 1)
-    return Decoded(tuple(ids), (1,) * rounds, (0,) * rounds, tuple(gaps), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    passes = len(ids) - 1
+    gaps = tuple((first - second).item() for first, second in best)
+    return Decoded(tuple(ids), (1,) * passes, (0,) * passes, seconds, gaps)
 
 
-@torch.no_grad()
 def speculate(
     target: Target,
     drafter: Drafter,
     ends: tuple[nn.Module, Head],
-    prompt: Int[Tensor, " S"],
-    *,
-    max_new_tokens: int,
-    stop_ids: frozenset[int],
-    choose: Choose,
-) -> Decoded:
-    """Decode with the drafter's help: exactly `max_new_tokens` tokens, or up to a stop token.
-
-    The caches hold confirmed positions only: after each pass the target's is cropped behind the accepted drafts, the
-    drafter's grows by the target's features of the same positions.
-    """
+    prompts: Sequence[Int[Tensor, " S"]],
+    limits: Limits,
+    sampling: Sampling,
+    dice: Sequence[Dice],
+) -> list[Decoded]:
+    """Decode prompts with the drafter's help; `dice` has one for each."""
     start = time.perf_counter()
-    cache = DynamicCache(config=target.model.config)
-    logits, features = target.forward(prompt[None].to(target.device), cache)
-    context = drafter.context(features)
-    ids = [int(choose(logits[0, -1:]))]
-    emitted: list[int] = []
-    accepted: list[int] = []
-    while len(ids) < max_new_tokens and ids[-1] not in stop_ids:
-        anchor = prompt.numel() + len(ids) - 1
-        drafts = draft(drafter, ends, context, ids[-1], anchor)[: max_new_tokens - len(ids) - 1]
-        logits, features = target.forward(torch.tensor([ids[-1:] + drafts]).to(target.device), cache)
-        chosen = choose(logits[0]).tolist()
-        right = 0
-        while right < len(drafts) and drafts[right] == chosen[right]:
-            right += 1
-        new = chosen[: right + 1]
-        stop = next((i for i, token in enumerate(new) if token in stop_ids), len(new) - 1)
-        new = new[: stop + 1]
-        ids += new
-        emitted.append(len(new))
-        accepted.append(min(right, len(new)))
-        if right < len(drafts):
-            cache.crop(right - len(drafts))  # a negative number removes that many positions
-        context = _append(context, drafter.context(features[:, : right + 1], torch.tensor([anchor])))
-    return Decoded(tuple(ids), tuple(emitted), tuple(accepted), (), time.perf_counter() - start)
-
-
-def draft(
-    drafter: Drafter, ends: tuple[nn.Module, Head], context: list[ContextState], token: int, anchor: int
-) -> list[int]:
-    """The drafter's K − 1 most likely tokens after `token` at position `anchor`."""
-    embedding, head = ends
-    shape, device = drafter.shape, drafter.fc.weight.device
-    tokens = torch.tensor([[token]], device=device)
-    embedded = embed_blocks(embedding, tokens, shape.block_size, shape.mask_token_id)
-    hidden = drafter.blocks(context, embedded.to(drafter.fc.weight.dtype), torch.tensor([[anchor]], device=device))
-    drafts: list[int] = head.logits(hidden[0, 0, 1:]).argmax(-1).tolist()
-    return drafts
-
-
-def _append(context: list[ContextState], new: list[ContextState]) -> list[ContextState]:
+    ids: list[list[int]] = [[] for _ in prompts]
+    passes: list[list[Emission]] = [[] for _ in prompts]
+    for emissions in stream(target, drafter, ends, prompts, limits, sampling, dice):
+        for emission in emissions:
+            if ids[emission.row]:
+                passes[emission.row].append(emission)
+            ids[emission.row] += emission.ids
+    seconds = time.perf_counter() - start
     return [
-        ContextState(torch.cat([old.key, more.key], dim=1), torch.cat([old.value, more.value], dim=1))
-        for old, more in zip(context, new, strict=True)
+        Decoded(tuple(row), tuple(len(e.ids) for e in given), tuple(e.accepted for e in given), seconds)
+        for row, given in zip(ids, passes, strict=True)
     ]
+
+
+@dataclass(slots=True)
+class _Row:
+    """An answer under way. The position of its last token is that of the next anchor."""
+
+    index: int
+    anchor: int
+    last: int
+    room: int  # tokens that may follow
+    dice: Dice
+    proposal: Proposal = field(default_factory=lambda: Proposal((), None))
+
+
+@torch.no_grad()
+def stream(
+    target: Target,
+    drafter: Drafter,
+    ends: tuple[nn.Module, Head],
+    prompts: Sequence[Int[Tensor, " S"]],
+    limits: Limits,
+    sampling: Sampling,
+    dice: Sequence[Dice],
+) -> Iterator[list[Emission]]:
+    """After every target pass, what each unfinished row got from it: first one token each, then runs of 1 to K.
+
+    Raises ConfigMismatch for a prompt without room, TargetMismatch for a target whose cache cannot be cropped.
+    """
+    rooms = [room(target, prompt, limits.max_new_tokens) for prompt in prompts]
+    cache = RowCache(target, list(prompts))
+    logits, features = cache.prefill()
+    context = Context(drafter, len(prompts), features.shape[1] + max(rooms) + drafter.shape.block_size)
+    context.write(features, torch.zeros(len(prompts), dtype=torch.long))
+    rows = []
+    for index, (prompt, left) in enumerate(zip(prompts, rooms, strict=True)):
+        first = int(sampling.choose(logits[index][None], dice[index]))
+        rows.append(_Row(index, prompt.numel(), first, left - 1, dice[index]))
+    yield [Emission(row.index, (row.last,), 0) for row in rows]
+    while rows := _unfinished(rows, limits, cache, context):
+        logits_by_row = draft_logits(
+            drafter, ends, context.states, [row.last for row in rows], [row.anchor for row in rows]
+        )
+        for row, slots in zip(rows, logits_by_row, strict=True):
+            # A row near its end is checked only as far as it may go.
+            row.proposal = sampling.propose(slots, row.dice).first(row.room)
+        width = max(len(row.proposal.tokens) for row in rows)
+        padded = [[row.last, *row.proposal.tokens] + [0] * (width - len(row.proposal.tokens)) for row in rows]
+        logits, features = cache.extend(torch.tensor(padded, device=target.device))
+        context.write(features, torch.tensor([row.anchor for row in rows]))
+        emissions = [_accept(row, logits[b], limits, sampling) for b, row in enumerate(rows)]
+        cache.keep([len(emission.ids) for emission in emissions], width + 1)
+        yield emissions
+
+
+def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: Limits, sampling: Sampling) -> Emission:
+    """Move a row on by its accepted drafts and the token after them, as far as a stop token or its end."""
+    count = len(row.proposal.tokens)
+    accepted, token = sampling.verify(logits[: count + 1], row.proposal, row.dice)
+    new = [*row.proposal.tokens[:accepted], token][: row.room]
+    stop = next((i for i, one in enumerate(new) if one in limits.stop_ids), len(new) - 1)
+    new = new[: stop + 1]
+    row.anchor, row.last, row.room = row.anchor + len(new), new[-1], row.room - len(new)
+    return Emission(row.index, tuple(new), min(accepted, len(new)))
+
+
+def _unfinished(rows: list[_Row], limits: Limits, cache: RowCache, context: "Context") -> list[_Row]:
+    going = [b for b, row in enumerate(rows) if row.room > 0 and row.last not in limits.stop_ids]
+    if going and len(going) < len(rows):
+        cache.select(going)
+        context.select(going)
+    return [rows[b] for b in going]
+
+
+class Context:
+    """The drafter's keys and values by position, for rows of unequal length.
+
+    A pass writes all of its columns; those behind the accepted ones lie at or after the next anchor, where no block
+    sees them, and the next pass writes over them.
+    """
+
+    def __init__(self, drafter: Drafter, rows: int, positions: int) -> None:
+        shape, weight = drafter.shape, drafter.fc.weight
+        size = (rows, positions, shape.num_key_value_heads, shape.head_dim)
+        self._drafter = drafter
+        self.states = [ContextState(weight.new_zeros(size), weight.new_zeros(size)) for _ in range(shape.num_layers)]
+
+    def write(self, features: Float[Tensor, "B n N*H"], start: Int[Tensor, " B"]) -> None:
+        """Put features of positions start, start+1, … of each row in their places."""
+        device = self._drafter.fc.weight.device
+        start = start.to(device)
+        rows = torch.arange(features.shape[0], device=device)[:, None]
+        positions = start[:, None] + torch.arange(features.shape[1], device=device)
+        for state, new in zip(self.states, self._drafter.context(features.to(device), start), strict=True):
+            state.key[rows, positions] = new.key
+            state.value[rows, positions] = new.value
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these rows only."""
+        self.states = [ContextState(state.key[rows], state.value[rows]) for state in self.states]
+
+
+def draft_logits(
+    drafter: Drafter, ends: tuple[nn.Module, Head], context: list[ContextState], tokens: list[int], anchors: list[int]
+) -> Float[Tensor, "B K-1 V"]:
+    """The drafter's logits of slots 1..K−1 for one block a row: a token and its position."""
+    embedding, head = ends
+    device = drafter.fc.weight.device
+    embedded = embed_blocks(
+        embedding,
+        torch.tensor(tokens, device=device)[:, None],
+        drafter.shape.block_size,
+        drafter.shape.mask_token_id,
+    )
+    hidden = drafter.blocks(
+        context, embedded.to(drafter.fc.weight.dtype), torch.tensor(anchors, device=device)[:, None]
+    )
+    return head.logits(hidden[:, 0, 1:])
+
+
+def seeded(seed: int, count: int, device: torch.device) -> list[SeededDice]:
+    """Dice for prompts 0, 1, …: the same for a prompt whatever others are decoded."""
+    return [SeededDice(seed + index, device) for index in range(count)]

@@ -1,58 +1,35 @@
 """How good the drafter is: τ on held-out rows before and after training, and real decoding against the target alone."""
 
-import math
-from dataclasses import dataclass
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from cache.gather import Buffers, gather
-from cache.plan import plan_epoch
+from cache.key import PROBE
+from cache.manifest import Manifest
 from dflash import checkpoint
 from dflash.checkpoint import Checkpoint
-from dflash.decode import Decoded, Sampling, plain, speculate
-from dflash.drafter import Drafter
-from dflash.errors import CheckpointCorrupt, ConfigMismatch
-from dflash.loss import Head
+from dflash.comparison import Comparison, compare, facts, finite, sample
+from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.opening import OpenRun, cpu_threads, open_run, place
 from dflash.report import write_report
 from dflash.run import Progress
 from dflash.target import Target
-from dflash.tau import CONVENTION, RowWalk, acceptance_by_slot, accepted_by_anchor, tau, walk
+from dflash.tau import CONVENTION, RowWalk, acceptance_by_slot, tau, walk_rows
 from dflash.training import load_drafter
 
-# Float32 sums in another order differ by about this much in a logit: below it, two tokens are a tie.
-NEAR_TIE = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One prompt decoded twice."""
-
-    prompt: tuple[int, ...]
-    plain: Decoded
-    speculative: Decoded
-
-    @property
-    def identical(self) -> bool:
-        return self.plain.ids == self.speculative.ids
-
-    @property
-    def near_tie(self) -> bool:
-        """Whether the texts part at a token where the target's two best logits were nearly equal."""
-        pairs = zip(self.plain.ids, self.speculative.ids, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        return first is not None and self.plain.gaps[first] < NEAR_TIE
+# B·S of the micro-batches whose rows are walked, at least: no gradient is kept, so more fits than in training.
+_TOKENS = 1 << 13
 
 
 def evaluate(path: Path, tokens: Path) -> None:
     """Write evaluation.json and report.html of the run's newest checkpoint.
 
-    Raises ConfigMismatch without held-out rows, CheckpointCorrupt without a checkpoint.
+    Raises ConfigMismatch without held-out rows, CheckpointCorrupt without a checkpoint, TargetMismatch when the rows
+    were made with another tokenizer than the target's.
     """
     opened = open_run(path, tokens)
     after = checkpoint.newest(opened.run.checkpoints)
@@ -62,81 +39,104 @@ def evaluate(path: Path, tokens: Path) -> None:
     held_out = opened.store.rows(1)
     if not held_out.size:
         raise ConfigMismatch("the token cache has no held-out rows. Raise rows.held_out and prepare the rows again.")
+    config = opened.config.target
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    check_tokenizer(opened.store.manifest, tokenizer, config.model)
     torch.set_num_threads(cpu_threads())
-    device = place(opened.config.target).drafter
-    target = Target.load(opened.config.target, opened.shape.taps, device)
+    device = place(config).drafter
+    target = Target.load(config, opened.shape.taps, device)
     ends = target.ends(device)
     drafters = [load_drafter(opened.shape, c).to(device).eval() for c in (before, after)]
-    total = held_out.size + min(held_out.size, opened.config.evaluation.prompts)
-    progress = Progress(opened.run, "evaluate", total, "rows")
-    walks = walk_rows(opened, target, drafters, ends, held_out, progress)
-    compared = decode_prompts(opened, target, drafters[1], ends, held_out, progress)
-    tokenizer = AutoTokenizer.from_pretrained(
-        opened.config.target.model,
-        revision=opened.config.target.revision,
-        trust_remote_code=opened.config.target.trust_remote_code,
+    prompts = held_out_prompts(opened, held_out)
+    progress = Progress(opened.run, "evaluate", held_out.size + len(prompts), "rows")
+    walks = walk_rows(
+        opened.store,
+        held_out,
+        target,
+        ends,
+        drafters,
+        tokens_per_batch=max(_TOKENS, opened.config.training.tokens_per_batch),
+        on_row=lambda: progress.advance("teacher-forced τ"),
     )
-    value = _result(opened, after, held_out, walks, compared, tokenizer)
+    compared = compare(
+        target,
+        drafters[1],
+        ends,
+        prompts,
+        opened.config.evaluation,
+        stop_tokens(target, opened.store.manifest),
+        lambda decoded: progress.advance(f"decoding, τ {decoded.tau:.2f}"),
+    )
+    value = _result(opened, after, held_out, walks, compared)
+    value["decode"]["convention"] = convention(opened, target)
+    value["samples"] = [sample(one, tokenizer) for one in compared[:3]]
     opened.run.write("evaluation.json", value)
     write_report(opened.run, value)
 
 
-def walk_rows(
-    opened: OpenRun,
-    target: Target,
-    drafters: list[Drafter],
-    ends: tuple[nn.Module, Head],
-    row_ids: np.ndarray,
-    progress: Progress,
-) -> list[list[RowWalk]]:
-    """Teacher-forced passes over rows, for each drafter; one target pass a micro-batch serves them all."""
-    store, training = opened.store, opened.config.training
-    plan = plan_epoch(store.lengths, row_ids, tokens_per_batch=training.tokens_per_batch, seed=0, epoch=0)
-    buffers = Buffers(max(training.tokens_per_batch, int(store.lengths.max())))
-    walks: list[dict[int, RowWalk]] = [{} for _ in drafters]
-    for index in range(plan.num_batches):
-        batch = plan.batch(index)
-        rows = gather(store, batch, buffers)
-        features = target.features(torch.from_numpy(rows.ids).to(target.device))
-        for b, (row, length) in enumerate(zip(batch.tolist(), rows.lengths.tolist(), strict=True)):
-            ids, mask = rows.ids[b, :length], rows.mask[b, :length]
-            for drafter, found in zip(drafters, walks, strict=True):
-                found[row] = walk(mask, accepted_by_anchor(drafter, ends, ids, mask, features[b, :length]))
-            progress.advance("teacher-forced τ")
-    return [[found[row] for row in row_ids.tolist()] for found in walks]
-
-
-def decode_prompts(
-    opened: OpenRun,
-    target: Target,
-    drafter: Drafter,
-    ends: tuple[nn.Module, Head],
-    row_ids: np.ndarray,
-    progress: Progress,
-) -> list[Comparison]:
-    """Held-out prompts, up to their first answer, decoded by the target alone and with the drafter."""
+def held_out_prompts(opened: OpenRun, row_ids: np.ndarray) -> list[tuple[str, torch.Tensor]]:
+    """Some held-out rows up to their first answer, with their groups; the same for the same seed."""
     config, store = opened.config.evaluation, opened.store
-    sampling = Sampling(config.temperature, config.top_p, config.top_k)
-    stop_ids = stop_tokens(target)
-    order = np.random.default_rng(config.seed).permutation(row_ids)[: config.prompts]
-    compared = []
-    for index, row in enumerate(order.tolist()):
+    prompts = []
+    for row in np.random.default_rng(config.seed).permutation(row_ids)[: config.prompts].tolist():
         piece = slice(store.offsets[row], store.offsets[row + 1])
-        prompt = torch.from_numpy(store.ids[piece][: int(np.argmax(store.mask[piece]))].astype(np.int64))
-        limit, seed = config.max_new_tokens, config.seed + index
-        alone = plain(target, prompt, max_new_tokens=limit, stop_ids=stop_ids, choose=sampling.chooser(seed))
-        helped = speculate(
-            target, drafter, ends, prompt, max_new_tokens=limit, stop_ids=stop_ids, choose=sampling.chooser(seed)
+        ids = store.ids[piece][: int(np.argmax(store.mask[piece]))]
+        if ids.size:  # a row that opens with an answer has no prompt
+            prompts.append((_group(store.manifest, int(store.group[row])), torch.from_numpy(ids.astype(np.int64))))
+    if not prompts:
+        raise ConfigMismatch("no held-out row has tokens before its first answer; expected prompts to decode from.")
+    return prompts
+
+
+def stop_tokens(target: Target, manifest: Manifest) -> frozenset[int]:
+    """The ids that end an answer: the target's own, and those that ended the answers it was shown."""
+    generation = getattr(target.model, "generation_config", None)
+    stop = getattr(generation, "eos_token_id", None)
+    own = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    return frozenset(own) | frozenset(manifest.tokenizer.get("stop_ids", ()))
+
+
+def check_tokenizer(manifest: Manifest, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise TargetMismatch when the rows' tokenizer gave a probe text other ids than the target's tokenizer does.
+
+    Two tokenizers of one size pass every other check: the drafter would learn, and draft, other words.
+    """
+    expected = manifest.tokenizer.get("probe")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if expected is None or backend is None:
+        return
+    got = backend.encode(PROBE).ids
+    if got != expected:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected))
         )
-        compared.append(Comparison(tuple(prompt.tolist()), alone, helped))
-        progress.advance(f"decoding, τ {helped.tau:.2f}")
-    return compared
+        theirs = tokenizer.convert_ids_to_tokens(expected[at : at + 1])
+        raise TargetMismatch(
+            f"the rows' tokenizer is not the target's: for a probe text it gave {expected[at : at + 4]} at token {at}, "
+            f"where {name} gives {got[at : at + 4]} and reads the rows' ids as {theirs}. "
+            "Prepare the rows again with this target."
+        )
 
 
-def stop_tokens(target: Target) -> frozenset[int]:
-    """The ids that end an answer, by the target's generation config."""
-    stop = target.model.generation_config.eos_token_id
-    return frozenset(stop if isinstance(stop, list) else [] if stop is None else [stop])
+def convention(opened: OpenRun, target: Target) -> str:
+    """In one sentence, what the numbers of decoding mean: without it they compare with nobody's."""
+    config, parts = opened.config.evaluation, opened.store.manifest.key_parts
+    arguments = json.loads(parts.get("template_arguments") or "{}")
+    think = arguments.get("enable_thinking")
+    law = "greedy (temperature 0)"
+    if config.temperature > 0:
+        law = f"sampled (temperature {config.temperature}, top_p {config.top_p}, top_k {config.top_k})"
+    return (
+        f"{law}, seed {config.seed}; held-out prompts up to their first answer; prompt template: "
+        f"{parts.get('template', 'none, the rows came tokenised')}, arguments {json.dumps(arguments)}, thinking "
+        f"{'as the template has it' if think is None else 'on' if think else 'off'}; at most {config.max_new_tokens} "
+        f"new tokens; block size {opened.shape.block_size}; {opened.config.target.dtype} on {target.device.type}, one "
+        "prompt at a time, both ways with the same kind of cache; τ = tokens emitted by a target pass, bonus token "
+        "included; accepted drafts a round leave it out; the prompt's own pass is not a round; seconds are wall clock, "
+        "the prompt's pass included"
+    )
 
 
 def _result(
@@ -145,13 +145,12 @@ def _result(
     row_ids: np.ndarray,
     walks: list[list[RowWalk]],
     compared: list[Comparison],
-    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    names, groups = opened.store.manifest.group_names, opened.store.group[row_ids]
+    groups = opened.store.group[row_ids]
     by_group = {}
     for group in np.unique(groups).tolist():
         chosen = [w for w, g in zip(walks[1], groups.tolist(), strict=True) if g == group]
-        by_group[names[group] if names else "all"] = _tau(chosen) | {"rows": len(chosen)}
+        by_group[_group(opened.store.manifest, group)] = _tau(chosen) | {"rows": len(chosen)}
     size = opened.shape.block_size
     return {
         "checkpoint": str(after.path),
@@ -161,56 +160,22 @@ def _result(
             "rows": len(row_ids),
             "convention": CONVENTION,
         },
-        "accepted_by_slot": {
-            "before": acceptance_by_slot(walks[0], size),
-            "after": acceptance_by_slot(walks[1], size),
-        },
+        "accepted_by_slot": acceptance_by_slot(walks[1], size),
+        "accepted_by_slot_before": acceptance_by_slot(walks[0], size),
         "by_group": by_group,
-        "decode": _decode_facts(opened, compared),
-        "samples": [_sample(c, tokenizer) for c in compared[:3]],
+        "decode": facts(compared, opened.config.evaluation, size),
     }
+
+
+def _group(manifest: Manifest, group: int) -> str:
+    return manifest.group_names[group] if manifest.group_names else "all"
 
 
 def _tau(walks: list[RowWalk]) -> dict[str, Any]:
     value = tau(walks)
-    return {"value": _number(value.value), "se": _number(value.standard_error)}
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _decode_facts(opened: OpenRun, compared: list[Comparison]) -> dict[str, Any]:
-    config = opened.config.evaluation
-    emitted = sum(sum(c.speculative.emitted) for c in compared)
-    passes = sum(len(c.speculative.emitted) for c in compared)
-    accepted = sum(sum(c.speculative.accepted) for c in compared)
-    alone = sum(len(c.plain.ids) for c in compared) / sum(c.plain.seconds for c in compared)
-    helped = sum(len(c.speculative.ids) for c in compared) / sum(c.speculative.seconds for c in compared)
-    identical = sum(c.identical for c in compared)
-    near_ties = sum(c.near_tie for c in compared)
+    passes = sum(len(w.accepted) for w in walks)
     return {
-        "prompts": len(compared),
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "identical": identical,
-        "near_ties": near_ties,
-        # Two draws of one law need not agree: at a temperature above 0 the texts say nothing about losslessness.
-        "lossless": identical + near_ties == len(compared) if config.temperature == 0 else None,
-        "tau": emitted / passes if passes else None,
-        "accepted_per_pass": accepted / passes if passes else None,
-        "plain_tokens_per_s": alone,
-        "speculative_tokens_per_s": helped,
-        "speedup": helped / alone,
+        "value": finite(value.value),
+        "se": finite(value.standard_error),
+        "accepted_per_round": sum(sum(w.accepted) for w in walks) / passes if passes else None,
     }
-
-
-def _sample(compared: Comparison, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A decoded answer in runs: the tokens of one target pass each, the first of them given by the prompt's pass."""
-    ids, runs, position = compared.speculative.ids, [], 1
-    runs.append({"text": tokenizer.decode(list(ids[:1])), "accepted": 0})
-    for count, accepted in zip(compared.speculative.emitted, compared.speculative.accepted, strict=True):
-        texts = [tokenizer.decode([token]) for token in ids[position : position + count]]
-        runs.append({"text": "".join(texts), "accepted": accepted, "tokens": texts})
-        position += count
-    return {"prompt": tokenizer.decode(list(compared.prompt)), "runs": runs}

@@ -38,7 +38,7 @@ def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any
                 ("τ before training", _tau(tau["before"])),
                 ("τ after training", f"<b>{_tau(tau['after'])}</b> on {tau['rows']} held-out rows, teacher-forced"),
                 ("τ in decoding", f"{_number(decode['tau'])} over {decode['prompts']} prompts"),
-                ("accepted drafts a pass", _number(decode["accepted_per_pass"])),
+                ("accepted drafts a round", _number(decode["accepted_per_round"])),
                 ("same text as the target", _lossless(decode)),
                 ("speed", _speed(decode)),
             ]
@@ -50,7 +50,7 @@ def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any
         _curve(steps, [line["lr"] for line in lines]),
         "<h2>Acceptance by slot</h2>",
         '<p class="note">Share of passes that accepted slot k. Grey: before training. Green: after.</p>',
-        _bars(evaluation["accepted_by_slot"]["before"], evaluation["accepted_by_slot"]["after"]),
+        _bars(evaluation["accepted_by_slot_before"], evaluation["accepted_by_slot"]),
         "<h2>τ by domain</h2>",
         _table(
             [(escape(group), f"{_tau(value)}, {value['rows']} rows") for group, value in evaluation["by_group"].items()]
