@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 a mistake that a retry would repeat, 75 stopped 
 import argparse
 import json
 import logging
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -21,22 +22,30 @@ STOPPED = 75
 def main() -> int:
     """Parse, run, and leave error.json behind when it fails."""
     arguments = _parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING  # one voice for several processes
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         return _run(arguments)
     except Exception as error:
         traceback.print_exc()
-        run = getattr(arguments, "run", None)
-        if run is not None and run.is_dir():
-            kind = type(error)
-            value = {
-                "type": kind.__name__,
-                "module": kind.__module__,
-                "message": str(error),
-                "traceback": traceback.format_exc(),
-            }
-            write_json(run / "error.json", value)
+        _leave_error(getattr(arguments, "run", None), error)
         return 2 if isinstance(error, USER_ERRORS) else 1
+
+
+def _leave_error(run: Path | None, error: BaseException) -> None:
+    if run is None or not run.is_dir():
+        return
+    kind = type(error)
+    value = {
+        "type": kind.__name__,
+        "module": kind.__module__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    try:
+        write_json(run / "error.json", value)
+    except OSError as full:  # the error is on stderr, too
+        print(f"error.json could not be written: {full}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "train":
             command.add_argument("--until-epoch", type=int, help="stop once so many epochs of the plan are done")
             command.add_argument("--until-time", type=float, help="stop at this time, in seconds since 1970")
+            command.add_argument("--override", action="store_true", help="accept changed settings, on record")
     command = commands.add_parser("export", help="write the newest checkpoint in its served layouts")
     command.add_argument("run", type=Path, help="run directory, with config.json")
     command = commands.add_parser("dequantise", help="write a GGUF file as safetensors, once")
@@ -69,10 +79,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in ("check", "train", "evaluate", "export"):
         (arguments.run / "error.json").unlink(missing_ok=True)
     if arguments.command == "train":
-        from dflash.training import Interrupted, Until, train
+        from dflash.stopping import Interrupted, Until
+        from dflash.training import train
 
+        def last_resort(error: BaseException) -> None:
+            _leave_error(arguments.run, error)
+            os._exit(1)
+
+        until = Until(arguments.until_epoch, arguments.until_time)
         try:
-            train(arguments.run, arguments.tokens, Until(arguments.until_epoch, arguments.until_time))
+            train(arguments.run, arguments.tokens, until, override=arguments.override, last_resort=last_resort)
         except Interrupted:
             return STOPPED
     elif arguments.command == "check":

@@ -5,11 +5,20 @@ Dimensions: B rows, S padded length, A anchors a row, K slots of a block, N taps
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int32, Int64
 from numpy import ndarray
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step: its place in the plan and the micro-batches that this process computes of it."""
+
+    epoch: int
+    step: int  # in the epoch
+    steps_in_epoch: int
+    indices: tuple[int, ...]  # micro-batches in the epoch; other processes have the others, so there may be none
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +28,6 @@ class Position:
     epoch: int
     step: int
     index: int
-    steps_in_epoch: int
-    last_in_step: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +37,25 @@ class TrainBatch:
     position: Position
     row_ids: Int64[ndarray, " B"]
     ids: Int32[Tensor, "B S"]
-    lengths: Int32[Tensor, " B"]
+    lengths: Int32[ndarray, " B"]
     anchor: Int32[Tensor, "B A"]
     valid: Bool[Tensor, "B A"]
     labels: Int32[Tensor, "B A K"]
     weights: Float32[Tensor, "B A K"]
+    padded: int  # B·S
 
     @property
     def tokens(self) -> int:
         """Tokens without padding."""
-        return int(np.asarray(self.lengths).sum())
+        return int(self.lengths.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch:
-    """A micro-batch and the target's features of it, on the drafter's device."""
+    """A micro-batch and the target's features of it, on the drafter's device.
+
+    Its ids are gone: they lay in leased memory, which has been given back.
+    """
 
     batch: TrainBatch
     features: Float[Tensor, "B S N*H"]
@@ -53,7 +64,7 @@ class FeatureBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did. `loss_sum` is Σ w·CE, `weight_sum` is Σ w over the whole step."""
+    """What one optimizer step did, over all processes. `loss_sum` is Σ w·CE, `weight_sum` is Σ w."""
 
     epoch: int
     step: int
@@ -63,9 +74,11 @@ class StepReport:
     correct_by_slot: tuple[float, ...]
     counted_by_slot: tuple[float, ...]
     tokens: int
+    padded: int
     lr: float
     grad_norm: float
-    skipped: bool
+    skipped: bool  # no slot counted, or loss or gradient not finite: nothing was changed
+    stop: bool = False  # some process was asked to stop
 
     @property
     def loss(self) -> float:

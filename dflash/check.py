@@ -4,19 +4,19 @@ import resource
 import shutil
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from cache.gather import Buffers
 from dflash import checkpoint
-from dflash.batch import FeatureBatch
+from dflash.batch import FeatureBatch, Step
 from dflash.init import new_drafter
-from dflash.opening import OpenRun, cpu_threads, open_run, place
-from dflash.pipeline.run import Plan
-from dflash.pipeline.stages import batch_features, make_batch
+from dflash.opening import OpenRun, available_memory_bytes, cpu_threads, open_run, place
+from dflash.pipeline.stages import batch_features
+from dflash.pipeline.work import Plan
 from dflash.run import Progress
-from dflash.target import Target
 from dflash.trainer import Trainer
 
 _MEASURED = 3  # micro-batches that are timed, after one that warms up
@@ -34,7 +34,7 @@ def check(path: Path, tokens: Path) -> None:
     left = sum(steps) - (done.state.steps_total if done else 0)
     measured = _measure(opened, plan)
     parameters = measured["parameters"]
-    features = opened.store.manifest.tokens * len(opened.shape.taps) * opened.shape.hidden_size * 2
+    features = opened.store.manifest.tokens * opened.feature_width * 2
     disk = {
         "checkpoints": (training.keep + 2) * parameters * 3 * 4,
         "features": features if training.features == "reuse" and not (path / "features").exists() else 0,
@@ -88,29 +88,31 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
     torch.set_num_threads(cpu_threads())
     devices = place(config.target)
     progress = Progress(opened.run, "check", _MEASURED + 1, "micro-batches")
-    target = Target.load(config.target, opened.shape.taps, devices.targets[0])
+    target = opened.load_target(devices.targets[0])
     drafter = new_drafter(opened.shape, config.drafter, target, config.training.seed).to(devices.drafter)
     trainer = Trainer(drafter, *target.ends(devices.drafter), config.training)
     micro = sorted(
-        plan.work(0, 0, 1), key=lambda item: item[1].size * int(opened.store.lengths[item[1]].max()), reverse=True
+        plan.micro_batches(0, 0, 1),
+        key=lambda item: item[1].size * int(opened.store.lengths[item[1]].max()),
+        reverse=True,
     )[: _MEASURED + 1]
     buffers = Buffers(plan.buffer_tokens)
     times: dict[str, list[float]] = {"target": [], "train": []}
     for position, row_ids in micro:
-        batch = make_batch(opened.store, row_ids, position, plan.blocks, buffers)
+        batch = plan.make_batch(position, row_ids, buffers)
         start = time.perf_counter()
-        features = batch_features(target, None, batch).to(devices.drafter)
+        features = batch_features(target, None, batch, batch.ids.to(target.device)).to(devices.drafter)
         _wait(devices.drafter)
         middle = time.perf_counter()
         trainer.accumulate(FeatureBatch(batch, features))
-        trainer.step(0, 0, 1)
+        trainer.step(Step(0, 0, 1, (0,))).report()
         times["target"].append(middle - start)
         times["train"].append(time.perf_counter() - middle)
         progress.advance()
     by_step = config.training.batches_per_step
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "step_seconds": {name: by_step * sum(values[1:]) / max(1, len(values) - 1) for name, values in times.items()},
+        "step_seconds": {name: by_step * median(values[1:] or values) for name, values in times.items()},
         **_memory(devices.drafter),
     }
 
@@ -123,18 +125,10 @@ def _wait(device: torch.device) -> None:
 def _memory(device: torch.device) -> dict[str, Any]:
     """Peak memory of the measured steps, and what the device has for them."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    available = _available_memory() + peak
+    available = available_memory_bytes() + peak
     need, there = {"memory": peak}, {"memory": available}
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.max_memory_reserved(device)
         need[str(device)], there[str(device)] = held, free + held
     return {"memory_bytes": need, "available_memory_bytes": there}
-
-
-def _available_memory() -> int:
-    """What the kernel says can be had without swapping; what this process has is not part of it."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")

@@ -5,7 +5,8 @@
         optimizer.safetensors   AdamW's moments and step counts, float32
         state.json              position, settings (seed and key of the token cache among them), checksums
 
-The position is where the run goes on from: epochs done, steps done in the next one.
+The position is where the run goes on from: epochs done, steps done in the next one. Training waits only for the copy of
+its tensors; the files are written by a thread, one checkpoint at a time.
 """
 
 import fcntl
@@ -15,16 +16,18 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.errors import CheckpointCorrupt, RunLocked
+from dflash.errors import CheckpointCorrupt, RunLocked, StageFailed
 from dflash.files import checksum, durable_directory, write_json
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ class State:
     steps_total: int
     settings: dict[str, Any]  # what the curve depends on, by field name
     threads: int  # of each CPU stage: bit-equality holds for the same number
-    bad_steps: int = 0  # not-finite steps in a row
+    bad_steps: int = 0  # skipped steps in a row
+    weight: float = 0.0  # Σ w so far
     tokens: int = 0
     seconds: float = 0.0
     window: dict[str, Any] = field(default_factory=dict)  # sums since the last line of metrics.jsonl
@@ -65,7 +69,7 @@ class Checkpoint:
 
 
 def save(directory: Path, state: State, drafter: dict[str, Tensor], optimizer: dict[str, Tensor]) -> Checkpoint:
-    """Write a checkpoint durably below `directory`; state.json last, then one rename. A good one that is there stays."""
+    """Write a checkpoint durably below `directory`: state.json last, then one rename. A good one stays as it is."""
     final = directory / f"epoch-{state.epoch:03d}-step-{state.step:06d}"
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -74,6 +78,7 @@ def save(directory: Path, state: State, drafter: dict[str, Tensor], optimizer: d
         pass  # absent, or damaged and written anew
     with durable_directory(final) as partial:
         for name, tensors in zip(_FILES, (drafter, optimizer), strict=True):
+            # safetensors refuses tensors that are not contiguous.
             save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial / name)
         files = {
             name: {"size_bytes": (partial / name).stat().st_size, "xxh3": checksum(partial / name)} for name in _FILES
@@ -82,21 +87,82 @@ def save(directory: Path, state: State, drafter: dict[str, Tensor], optimizer: d
     return Checkpoint(final, state)
 
 
+class Writer:
+    """Writes checkpoints in the background, one at a time, each from a snapshot of the tensors.
+
+    `before` is called in the background before each: what a checkpoint relies on becomes durable there.
+    """
+
+    def __init__(self, directory: Path, keep: int, before: Callable[[], None] = lambda: None) -> None:
+        self._directory, self._keep, self._before = directory, keep, before
+        self._snapshots: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._thread: threading.Thread | None = None
+        self._saved: Checkpoint | None = None
+        self._error: BaseException | None = None
+
+    def save(self, state: State, drafter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Copy the tensors and begin to write. Waits for the checkpoint before; raises what that one failed with."""
+        self.finish()
+        for snapshot, tensors in zip(self._snapshots, (drafter, optimizer), strict=True):
+            _copy(snapshot, tensors)
+        self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> Checkpoint | None:
+        """Wait until nothing is being written; the newest checkpoint. Raises what its writing failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+        return self._saved
+
+    def check(self) -> None:
+        """Raise what the last checkpoint failed with, if it has; waits for nothing."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise StageFailed(
+                f"a checkpoint could not be written to {self._directory}: {error}. The checkpoints that are there are "
+                f"whole, {shutil.disk_usage(self._directory).free / 1e9:.2f} GB are free. Free some or lower "
+                "training.keep, then run again to go on from the newest one."
+            ) from error
+
+    def _write(self, state: State) -> None:
+        try:
+            self._before()
+            self._saved = save(self._directory, state, *self._snapshots)
+            prune(self._directory, self._keep)
+        except BaseException as error:
+            self._error = error
+
+
+def _copy(snapshot: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the snapshot's own memory on the host, which is used again for the next one."""
+    on_device = False
+    for name, tensor in tensors.items():
+        if name not in snapshot:
+            snapshot[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        snapshot[name].copy_(tensor.detach(), non_blocking=True)
+        on_device |= tensor.device.type == "cuda"
+    if on_device:
+        torch.cuda.synchronize()
+
+
 def verify(path: Path) -> Checkpoint:
     """The checkpoint at `path`. Raises CheckpointCorrupt when a file is not what state.json says."""
     try:
         value = json.loads((path / "state.json").read_text())
         files = value.pop("files")
         state = State(**value)
+        expected = {name: (files[name]["size_bytes"], files[name]["xxh3"]) for name in _FILES}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointCorrupt(f"{path}: state.json is missing or unreadable: {error}") from error
     for name in _FILES:
-        file, expected = path / name, files[name]
-        size = file.stat().st_size if file.is_file() else None
-        if size != expected["size_bytes"]:
-            raise CheckpointCorrupt(f"{file}: has {size} bytes, expected {expected['size_bytes']}")
-        if (got := checksum(file)) != expected["xxh3"]:
-            raise CheckpointCorrupt(f"{file}: content has xxh3 {got}, expected {expected['xxh3']}")
+        file, (size, content) = path / name, expected[name]
+        found_size = file.stat().st_size if file.is_file() else None
+        if found_size != size:
+            raise CheckpointCorrupt(f"{file}: has {found_size} bytes, expected {size}")
+        if (got := checksum(file)) != content:
+            raise CheckpointCorrupt(f"{file}: content has xxh3 {got}, expected {content}")
     return Checkpoint(path, state)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dflash.errors import ConfigMismatch
 from dflash.files import write_json
+from dflash.opening import OpenRun
 
 
 class FeatureStore:
@@ -88,6 +89,22 @@ class FeatureStore:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(self._directory / "filled.bin")
+
+
+def open_features(opened: OpenRun) -> FeatureStore:
+    """The run's own store of features, keyed by all that its values depend on."""
+    settings = opened.settings()
+    names = (
+        "token cache",
+        "target.model",
+        "target.dtype",
+        "drafter.taps",
+        "training.tokens_per_batch",
+        "training.seed",
+    )
+    width = len(opened.shape.taps) * opened.shape.hidden_size
+    key = {name: settings[name] for name in names}
+    return FeatureStore.open(opened.run.path / "features", opened.store.offsets, width, key)
 
 
 def _matches(directory: Path, key: dict[str, Any], size: int, rows: int) -> bool:

@@ -4,6 +4,7 @@ The sums of a window that a checkpoint cuts are part of the checkpoint, so a res
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class Window:
     loss_sum: float = 0.0
     weight_sum: float = 0.0
     tokens: int = 0
+    padded: int = 0
     correct: list[float] = field(default_factory=list)
     counted: list[float] = field(default_factory=list)
 
@@ -27,6 +29,7 @@ class Window:
         """Add one step; a skipped one is counted and adds nothing else."""
         self.steps += 1
         self.tokens += report.tokens
+        self.padded += report.padded
         if report.skipped:
             self.skipped += 1
             return
@@ -49,9 +52,7 @@ class Window:
         return asdict(self)
 
 
-def write_line(
-    run: RunDirectory, window: Window, last: StepReport, stages: dict[str, dict[str, float]], seconds: float
-) -> None:
+def write_line(run: RunDirectory, window: Window, last: StepReport, seconds: float, facts: dict[str, Any]) -> None:
     """Append the window's line; `last` is its last step, `seconds` those since the line before."""
     line = {
         "epoch": last.epoch,
@@ -61,12 +62,13 @@ def write_line(
         "weight_sum": window.weight_sum,
         "accuracy_by_slot": window.accuracy(),
         "lr": last.lr,
-        "grad_norm": last.grad_norm,
+        "grad_norm": last.grad_norm if math.isfinite(last.grad_norm) else None,
         "steps": window.steps,
         "skipped": window.skipped,
         "tokens": window.tokens,
+        "padding": 1 - window.tokens / window.padded if window.padded else None,
         "tokens_per_s": window.tokens / seconds if seconds > 0 else None,
-        "stages": stages,
+        **facts,
     }
     with run.metrics.open("a") as stream:
         stream.write(json.dumps(line) + "\n")

@@ -1,5 +1,6 @@
 """What every command needs of a run before it begins: parameters, rows, shape, devices, and that they fit together."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from cache.store import TokenCache
 from dflash.config import RunConfig, TargetConfig
 from dflash.drafter import DrafterShape
 from dflash.errors import ConfigMismatch, TargetMismatch
+from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.run import RunDirectory
-from dflash.target import drafter_shape, text_config
+from dflash.target import Target, drafter_shape, stop_tokens, text_config
 
 # Fields of the training parameters that do not change the curve: when to stop, save and speak, and where features lie.
 _FREE = {"features", "epochs_per_run", "stop_after_s", "checkpoint_every_steps", "log_every_steps", "keep"}
@@ -28,6 +30,19 @@ class OpenRun:
     config: RunConfig
     store: TokenCache
     shape: DrafterShape
+
+    @property
+    def feature_width(self) -> int:
+        """Values of one token's features: its taps, and the final state where the loss needs it."""
+        return (len(self.shape.taps) + self._needs_final) * self.shape.hidden_size
+
+    def load_target(self, device: torch.device) -> Target:
+        """The frozen target with the taps, and the depth, that training needs."""
+        return Target.load(self.config.target, self.shape.taps, device, final=self._needs_final)
+
+    @property
+    def _needs_final(self) -> bool:
+        return self.config.training.loss == "kl"
 
     def settings(self) -> dict[str, Any]:
         """Everything that the curve depends on, by field name."""
@@ -47,7 +62,7 @@ def open_run(path: Path, tokens: Path) -> OpenRun:
     run = RunDirectory(path)
     config = run.config()
     store = TokenCache.open(tokens)
-    shape = drafter_shape(config.drafter, text_config(config.target))
+    shape = drafter_shape(config.drafter, text_config(config.target), stop_tokens(config.target))
     if store.manifest.vocabulary and store.manifest.vocabulary > shape.vocab_size:
         raise TargetMismatch(
             f"token cache {tokens.name} was made for a vocabulary of {store.manifest.vocabulary} ids, the target's "
@@ -58,17 +73,28 @@ def open_run(path: Path, tokens: Path) -> OpenRun:
     return OpenRun(run, config, store, shape)
 
 
-def refuse_changed(stored: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise ConfigMismatch by the names of the fields that differ from those a run was started with."""
-    changed = [
-        f"{name}: started with {stored.get(name)!r}, now {current.get(name)!r}"
-        for name in sorted(stored.keys() | current.keys())
-        if stored.get(name) != current.get(name)
-    ]
+def changed_settings(stored: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields that differ from those a run was started with: name → (then, now)."""
+    stored, current = json.loads(json.dumps([stored, current]))
+    names = sorted(stored.keys() | current.keys())
+    pairs = {name: (stored.get(name), current.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def refuse_changed(changed: dict[str, tuple[Any, Any]], *, override: bool) -> None:
+    """Raise ConfigMismatch by the names of the fields; `override` allows all but what makes the drafter's tensors."""
+    if override:
+        changed = {name: pair for name, pair in changed.items() if name.startswith("drafter.")}
     if changed:
+        fields = "; ".join(f"{name}: started with {then!r}, now {now!r}" for name, (then, now) in changed.items())
         raise ConfigMismatch(
-            f"settings that change the curve differ from those this run was started with: {'; '.join(changed)}. "
-            "Set them back, or start a run of another name."
+            f"settings that change the curve differ from those this run was started with: {fields}. "
+            "Set them back, or start a run of another name"
+            + (
+                "; no --override changes what a drafter is."
+                if override
+                else ", or accept another curve with --override."
+            )
         )
 
 
@@ -100,25 +126,36 @@ class Devices:
     targets: tuple[torch.device, ...]
 
 
-def place(config: TargetConfig) -> Devices:
+def place(config: TargetConfig, ranks: Ranks = ALONE) -> Devices:
     """Named devices are the targets'; `auto` leaves the last GPU to the drafter, or shares what there is.
 
-    Raises ConfigMismatch for a device that is not there.
+    Several processes of one machine cut its GPUs among them. Raises ConfigMismatch for a device that is not there.
     """
-    gpus = torch.cuda.device_count()
-    if config.devices == "auto":
-        names = [f"cuda:{i}" for i in range(max(1, gpus - 1))] if gpus else ["cpu"]
-    else:
-        names = list(config.devices)
+    count = torch.cuda.device_count()
+    each = max(1, count // ranks.local_size)
+    gpus = [f"cuda:{i % count}" for i in range(ranks.local_rank * each, (ranks.local_rank + 1) * each)] if count else []
+    names = (gpus[:-1] or gpus or ["cpu"]) if config.devices == "auto" else list(config.devices)
     targets = tuple(torch.device(name) for name in names)
     for device in targets:
-        if device.type == "cuda" and (device.index or 0) >= gpus:
-            raise ConfigMismatch(f"target.devices names {device}, this machine has {gpus} GPUs.")
-    if targets[0].type == "cpu":
-        return Devices(torch.device("cpu"), targets)
-    return Devices(torch.device(f"cuda:{gpus - 1}"), targets)
+        if device.type == "cuda" and (device.index or 0) >= count:
+            raise ConfigMismatch(
+                f"target.devices names {device}, this machine has {count} GPUs. Name those that are there, or auto."
+            )
+    return Devices(torch.device("cpu" if targets[0].type == "cpu" else gpus[-1]), targets)
 
 
 def cpu_threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Threads of each stage on the CPU: $OMP_NUM_THREADS where it is set, else the cores this process may use.
+
+    Stages that compute on the same cores take turns, so each may have them all.
+    """
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdigit() and int(told) else len(os.sched_getaffinity(0))
+
+
+def available_memory_bytes() -> int:
+    """Memory of the host that can be had without swapping; what this process has is not part of it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/meminfo has no MemAvailable")

@@ -3,9 +3,12 @@
 config.json     the resolved parameters            checkpoints/    dflash/checkpoint.py
 metrics.jsonl   one line per log_every_steps       features/       dflash/features.py
 progress.json   where the current stage stands     train.json, evaluation.json, export.json, report.html
+history.jsonl   who trained what and when, and settings that were overridden
 """
 
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +64,12 @@ class RunDirectory:
     def write(self, name: str, value: dict[str, Any]) -> None:
         """Store a stage's result."""
         write_json(self.path / name, value)
+
+    def record(self, event: str, **facts: Any) -> None:
+        """Add a line to the run's history."""
+        who = {"event": event, "time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
+        with (self.path / "history.jsonl").open("a") as stream:
+            stream.write(json.dumps(who | facts) + "\n")
 
     def metric_lines(self) -> Iterator[dict[str, Any]]:
         """Lines of metrics.jsonl; a last line that a killed process left half is not one."""

@@ -1,39 +1,38 @@
 """One optimizer step: Σ w·CE and its gradient over the micro-batches, divided by Σ w of the whole step, then clipped.
 
-A mean of micro-batch means would weigh a micro-batch with few counted slots as much as a full one.
+A mean of micro-batch means would weigh a micro-batch with few counted slots as much as a full one. Sums go over the
+micro-batches of all processes. Nothing here waits for the device: what a step did is read from a PendingReport.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dflash.batch import FeatureBatch, StepReport
+from dflash.batch import FeatureBatch, Step, StepReport
 from dflash.config import TrainingConfig
 from dflash.drafter import Drafter
-from dflash.errors import StageFailed
-from dflash.loss import BlockLoss, Head, block_loss
+from dflash.loss import BlockLoss, Head, LossKind, block_loss, label_states
+from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.schedule import learning_rate, progress
 
-MAX_BAD_STEPS = 10  # not-finite steps in a row after which the run ends
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Sums over the micro-batches of the step so far, on the drafter's device: nothing waits for them."""
-
-    loss: Tensor
-    weight: Tensor
-    correct: Tensor
-    counted: Tensor
-    tokens: int
+_ALIGN = 16  # elements: each parameter's gradient starts where vector instructions can read it
+_FACTS = 5  # Σ w·CE, Σ w, tokens, padded tokens, processes that were asked to stop
 
 
 class Trainer:
     """The drafter, its optimizer, and the sums of the step that is under way."""
 
-    def __init__(self, drafter: Drafter, embedding: nn.Module, head: Head, config: TrainingConfig) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        embedding: nn.Module,
+        head: Head,
+        config: TrainingConfig,
+        ranks: Ranks = ALONE,
+        stop_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.drafter = drafter.train()
         self.embedding = embedding
         self.head = head
@@ -43,66 +42,48 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=0.0, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self.bad_steps = 0  # not-finite steps in a row
-        self._sums: _Sums | None = None
+        self._ranks, self._stop_asked = ranks, stop_asked
+        self._slots = drafter.shape.block_size
+        self._gradient = flat_gradient(list(self.parameters.values()))
+        self._sums = torch.zeros(_FACTS + 2 * self._slots, dtype=torch.float64, device=self.device)
 
     def accumulate(self, item: FeatureBatch) -> None:
         """Add the gradient of one micro-batch's Σ w·CE."""
         batch = item.batch
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss = forward_loss(self.drafter, self.embedding, self.head, item)
+            loss = forward_loss(self.drafter, self.embedding, self.head, item, self.config.loss)
         if loss.total.requires_grad:
             loss.total.backward()  # type: ignore[no-untyped-call]
-        self._sums = _add(self._sums, loss, batch.tokens)
+        counts = torch.tensor([batch.tokens, batch.padded], dtype=torch.float64)
+        if self.device.type == "cuda":
+            counts = counts.pin_memory().to(self.device, non_blocking=True)
+        facts = [loss.total.detach(), loss.weight]
+        self._sums[:2] += torch.stack(facts).double()
+        self._sums[2:4] += counts
+        self._sums[_FACTS : _FACTS + self._slots] += loss.correct_by_slot
+        self._sums[_FACTS + self._slots :] += loss.counted_by_slot
 
-    def step(self, epoch: int, step: int, steps_in_epoch: int) -> StepReport:
-        """Divide, clip, update. A step with Σ w = 0 or a gradient that is not finite changes nothing.
-
-        Raises StageFailed after MAX_BAD_STEPS steps in a row that were not finite.
-        """
-        assert self._sums is not None
-        sums, self._sums = self._sums, None
+    def step(self, at: Step) -> "PendingReport":
+        """Divide, clip, update. A step with Σ w = 0, or whose loss or gradient is not finite, changes nothing."""
         config = self.config
-        lr = learning_rate(
-            progress(epoch, step, steps_in_epoch, config.epochs),
-            peak=config.lr,
-            floor=config.min_lr,
-            warmup=config.warmup,
-        )
-        loss, weight = float(sums.loss), float(sums.weight)
-        norm = self._divide_and_clip(weight) if weight > 0 else 0.0
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if weight > 0 and finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.bad_steps = 0 if finite else self.bad_steps + 1
-        if self.bad_steps >= MAX_BAD_STEPS:
-            raise StageFailed(
-                f"loss or gradient was not finite in {MAX_BAD_STEPS} steps in a row, last epoch {epoch} step {step}: "
-                f"Σ w·CE = {loss}, gradient norm = {norm}. Lower training.lr, or look at the rows of these steps."
-            )
-        return StepReport(
-            epoch=epoch,
-            step=step,
-            steps_in_epoch=steps_in_epoch,
-            loss_sum=loss,
-            weight_sum=weight,
-            correct_by_slot=tuple(sums.correct.tolist()),
-            counted_by_slot=tuple(sums.counted.tolist()),
-            tokens=sums.tokens,
-            lr=lr,
-            grad_norm=norm,
-            skipped=weight <= 0 or not finite,
-        )
-
-    def _divide_and_clip(self, weight: float) -> float:
-        """Gradients of Σ w·CE become those of Σ w·CE / Σ w, no longer than `clip`; the norm before clipping."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        torch._foreach_div_(gradients, weight)
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip)
-        return float(norm)
+        done = progress(at.epoch, at.step, at.steps_in_epoch, config.epochs)
+        lr = learning_rate(done, peak=config.lr, floor=config.min_lr, warmup=config.warmup)
+        self._sums[4] = float(self._stop_asked())
+        self._ranks.add(self._gradient, self._sums)
+        loss, weight = self._sums[0], self._sums[1]
+        self._gradient.div_(weight)  # gradients of Σ w·CE become those of Σ w·CE / Σ w
+        norm = torch.linalg.vector_norm(self._gradient)
+        self._gradient.mul_((config.clip / (norm + 1e-6)).clamp(max=1.0))
+        skipped = ~(torch.isfinite(loss) & torch.isfinite(norm) & (weight > 0))
+        # The optimizer's kernels look at it, so the host need not: 1 leaves weights, moments and step counts alone.
+        self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        values = torch.cat([self._sums, torch.stack([norm.double(), skipped.double()])])
+        self._gradient.zero_()
+        self._sums.zero_()
+        return PendingReport.of(at, lr, values)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts by parameter name, for a checkpoint."""
@@ -115,22 +96,82 @@ class Trainer:
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `optimizer_tensors`."""
         for name, parameter in self.parameters.items():
-            state = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{key}.{name}" in tensors:
-                    value = tensors[f"{key}.{name}"]
-                    state[key] = value.clone() if key == "step" else value.to(parameter.device, copy=True)
-            if state:
-                self.optimizer.state[parameter] = state
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
+            if keys:
+                self.optimizer.state[parameter] = {
+                    key: tensors[f"{key}.{name}"].to(parameter.device, copy=True) for key in keys
+                }
 
 
-def forward_loss(drafter: Drafter, embedding: nn.Module, head: Head, item: FeatureBatch) -> BlockLoss:
-    """Σ w·CE of one micro-batch, from features to loss."""
-    batch = item.batch
+@dataclass(frozen=True, slots=True)
+class PendingReport:
+    """What a step did, on its way from the device."""
+
+    at: Step
+    lr: float
+    values: Tensor  # on the host, complete once `copied` has happened
+    copied: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, at: Step, lr: float, values: Tensor) -> "PendingReport":
+        """Start the copy to the host."""
+        if values.device.type != "cuda":
+            return cls(at, lr, values)
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(at, lr, host, copied)
+
+    def report(self) -> StepReport:
+        """Wait for the values, if need be."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        *values, norm, skipped = self.values.tolist()
+        loss, weight, tokens, padded, stop = values[:_FACTS]
+        by_slot = values[_FACTS:]
+        slots = len(by_slot) // 2
+        return StepReport(
+            epoch=self.at.epoch,
+            step=self.at.step,
+            steps_in_epoch=self.at.steps_in_epoch,
+            loss_sum=loss,
+            weight_sum=weight,
+            correct_by_slot=tuple(by_slot[:slots]),
+            counted_by_slot=tuple(by_slot[slots:]),
+            tokens=int(tokens),
+            padded=int(padded),
+            lr=self.lr,
+            grad_norm=norm,
+            skipped=bool(skipped),
+            stop=stop > 0,
+        )
+
+
+def flat_gradient(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor that holds the gradients of all parameters: summed over processes, scaled and measured at once."""
+    starts, size = [], 0
+    for parameter in parameters:
+        starts.append(size)
+        size += -(-parameter.numel() // _ALIGN) * _ALIGN
+    flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
+    for parameter, start in zip(parameters, starts, strict=True):
+        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+    return flat
+
+
+def forward_loss(
+    drafter: Drafter, embedding: nn.Module, head: Head, item: FeatureBatch, kind: LossKind = "ce"
+) -> BlockLoss:
+    """Σ w·loss of one micro-batch, from features to loss. For `kl`, features end with the target's final state."""
+    batch, width = item.batch, drafter.fc.in_features
     with torch.no_grad():
         embedded = embed_blocks(embedding, batch.labels[..., 0], drafter.shape.block_size, drafter.shape.mask_token_id)
-    hidden = drafter(item.features, embedded.to(drafter.fc.weight.dtype), batch.anchor)
-    return block_loss(hidden, head, batch.labels, batch.weights)
+    hidden = drafter(item.features[..., :width], embedded.to(drafter.fc.weight.dtype), batch.anchor)
+    states = None
+    if kind == "kl":
+        states = label_states(item.features[..., width:], batch.anchor, drafter.shape.block_size)
+    return block_loss(hidden, head, batch.labels, batch.weights, kind, states)
 
 
 def embed_blocks(embedding: nn.Module, anchor_token: Tensor, block_size: int, mask_token_id: int) -> Tensor:
@@ -139,16 +180,3 @@ def embed_blocks(embedding: nn.Module, anchor_token: Tensor, block_size: int, ma
     block[..., 0] = anchor_token
     embedded: Tensor = embedding(block)
     return embedded
-
-
-def _add(sums: _Sums | None, loss: BlockLoss, tokens: int) -> _Sums:
-    total = loss.total.detach()
-    if sums is None:
-        return _Sums(total, loss.weight, loss.correct_by_slot, loss.counted_by_slot, tokens)
-    return _Sums(
-        sums.loss + total,
-        sums.weight + loss.weight,
-        sums.correct + loss.correct_by_slot,
-        sums.counted + loss.counted_by_slot,
-        sums.tokens + tokens,
-    )

@@ -1,173 +1,246 @@
 """A training run: from the newest checkpoint to the end of the plan, or as far as this run should go."""
 
 import logging
-import resource
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 
 from cache.gather import Buffers
 from dflash import checkpoint
 from dflash.batch import StepReport
-from dflash.checkpoint import Checkpoint, State
+from dflash.checkpoint import Checkpoint, State, Writer
 from dflash.drafter import Drafter, DrafterShape
-from dflash.features import FeatureStore
+from dflash.errors import ConfigMismatch, StageFailed
+from dflash.features import FeatureStore, open_features
 from dflash.init import new_drafter
-from dflash.metrics import Window, recent_loss, write_line
-from dflash.opening import Devices, OpenRun, cpu_threads, open_run, place, refuse_changed
-from dflash.pipeline.run import Pipeline, Plan
-from dflash.pipeline.stages import batch_features, make_batch
+from dflash.metrics import Window, write_line
+from dflash.opening import (
+    OpenRun,
+    available_memory_bytes,
+    changed_settings,
+    cpu_threads,
+    open_run,
+    place,
+    refuse_changed,
+)
+from dflash.pipeline.ranks import Ranks, joined
+from dflash.pipeline.run import Pipeline, capacity
+from dflash.pipeline.stages import batch_features
 from dflash.pipeline.telemetry import bottleneck
+from dflash.pipeline.work import Plan
+from dflash.result import result
 from dflash.run import Progress
+from dflash.stopping import NO_LIMIT, Interrupted, Until, stop_signals
 from dflash.target import Target
-from dflash.trainer import Trainer
+from dflash.trainer import PendingReport, Trainer
 
 log = logging.getLogger(__name__)
 
-
-class Interrupted(Exception):
-    """A signal asked the run to end: the step is finished and a checkpoint written. Not an error."""
+MAX_SKIPPED_STEPS = 10  # in a row, after which the run ends
 
 
-@dataclass(frozen=True, slots=True)
-class Until:
-    """Where this process stops at the latest. Absolute, so that one that is started again does not get more."""
-
-    epoch: int | None = None  # epochs done
-    time: float | None = None  # seconds since 1970
-
-
-NO_LIMIT = Until()
-
-
-def train(path: Path, tokens: Path, until: Until = NO_LIMIT) -> None:
+def train(
+    path: Path,
+    tokens: Path,
+    until: Until = NO_LIMIT,
+    *,
+    override: bool = False,
+    last_resort: Callable[[BaseException], None] = lambda error: None,
+) -> None:
     """Train the run at `path` on a token cache and write train.json.
 
-    Raises Interrupted after SIGTERM or SIGINT, RunLocked, ConfigMismatch when a setting that changes the curve differs
-    from the run's own, CheckpointCorrupt, StageFailed.
+    It ends before `until`, training.epochs_per_run and training.stop_after_s, with a checkpoint. `override` accepts
+    settings that change the curve, and records them. Raises Interrupted after SIGTERM or SIGINT, RunLocked,
+    ConfigMismatch when a setting that changes the curve differs from the run's own, CheckpointCorrupt, StageFailed.
     """
-    with checkpoint.run_lock(path), stop_signals() as stopping:
+    with stop_signals() as stopping, joined() as ranks, checkpoint.run_lock(path) if ranks.leads else nullcontext():
         opened = open_run(path, tokens)
+        ranks.wait()  # nobody looks for checkpoints before the leader holds the lock
         start = checkpoint.newest(opened.run.checkpoints)
         if start is not None:
-            refuse_changed(start.state.settings, opened.settings())
+            start = _accept(opened, start, override, ranks)
             if start.state.epoch >= opened.config.training.epochs:
                 log.info("all %d epochs are trained: nothing left", start.state.epoch)
-                if not (path / "train.json").exists():  # killed between the last checkpoint and its result
+                if ranks.leads and not (path / "train.json").exists():  # killed before it was written
                     opened.run.write("train.json", result(opened, start, None))
                 return
-        _Run(opened, start, stopping, until).run()
+        until = until.within(opened.config.training, start.state.epoch if start else 0)
+        _Run(opened, start, until, ranks, stopping, last_resort).run()
 
 
-@contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set, so that a step can be finished; a second signal acts as usual."""
-    event = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        log.warning("%s: finishing the step, then a checkpoint", signal.Signals(number).name)
-        event.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _accept(opened: OpenRun, start: Checkpoint, override: bool, ranks: Ranks) -> Checkpoint:
+    """The checkpoint under the settings of now; those that were changed are refused, or recorded."""
+    settings = opened.settings()
+    changed = changed_settings(start.state.settings, settings)
+    refuse_changed(changed, override=override)
+    if changed and ranks.leads:
+        opened.run.record("override", checkpoint=start.path.name, changed=changed)
+        log.warning("settings that change the curve are overridden: %s", changed)
+    return replace(start, state=replace(start.state, settings=settings))
 
 
 class _Run:
     """One process's part of a run: what its steps add to, and what its checkpoints are made from."""
 
-    def __init__(self, opened: OpenRun, resumed: Checkpoint | None, stopping: threading.Event, until: Until) -> None:
-        self.opened, self.resumed, self.stopping, self.until = opened, resumed, stopping, until
+    def __init__(
+        self,
+        opened: OpenRun,
+        resumed: Checkpoint | None,
+        until: Until,
+        ranks: Ranks,
+        stopping: threading.Event,
+        last_resort: Callable[[BaseException], None],
+    ) -> None:
+        self.opened, self.resumed, self.until, self.ranks, self.stopping = opened, resumed, until, ranks, stopping
         self.training = opened.config.training
-        self.plan = Plan(opened.store, opened.config)
+        if ranks.size > 1 and self.training.features == "reuse":
+            raise ConfigMismatch(
+                f"training.features=reuse with {ranks.size} processes: rows go to other processes in each epoch, so "
+                "none would find its features. Set training.features=stream, or train with one process."
+            )
+        self.plan = Plan(opened.store, opened.config, ranks.rank, ranks.size)
         threads = resumed.state.threads if resumed else cpu_threads()
         torch.set_num_threads(threads)
-        devices = place(opened.config.target)
+        devices = place(opened.config.target, ranks)
         log.info("loading the target %s", opened.config.target.model)
-        self.targets = [Target.load(opened.config.target, opened.shape.taps, device) for device in devices.targets]
-        start = resumed or first_checkpoint(opened, self.targets[0], threads)
-        self.trainer = load_trainer(opened, self.targets[0], devices, start)
+        self.targets = [opened.load_target(device) for device in devices.targets]
+        if resumed is None and ranks.leads:
+            first_checkpoint(opened, self.targets[0], threads)
+        ranks.wait()
+        start = resumed or checkpoint.first(opened.run.checkpoints)
+        drafter = load_drafter(opened.shape, start).to(devices.drafter)
+        ends = self.targets[0].ends(devices.drafter)
+        self.trainer = Trainer(drafter, *ends, self.training, ranks, self._stop_asked)
+        self.trainer.load_optimizer_tensors(start.optimizer())
         self.state = start.state
         self.window = Window(**start.state.window)
         self.features = open_features(opened) if self.training.features == "reuse" else None
-        self.pipeline = Pipeline(self.plan, self.trainer, self.targets, self.features, threads)
+        flush = self.features.flush if self.features is not None else lambda: None
+        self.writer = Writer(opened.run.checkpoints, self.training.keep, flush)
+        item_bytes = self.plan.buffer_tokens * opened.feature_width * 2
+        ahead = capacity(item_bytes, _room_bytes(devices.drafter))
+        log.info("at most %d micro-batches wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
+        self.pipeline = Pipeline(
+            self.plan, self.trainer, self.targets, self.features, threads=threads, ahead=ahead, last_resort=last_resort
+        )
+        self.pending: deque[PendingReport] = deque()
+        self.stop = False
 
     def run(self) -> None:
         """Train to the end of this run's part and write train.json."""
-        start, training, run = self.state, self.training, self.opened.run
-        run.rewind_metrics(start.epoch, start.step)
+        start, run, epochs = self.state, self.opened.run, self.training.epochs
+        end = min(epochs, epochs if self.until.epoch is None else self.until.epoch)
+        if self.ranks.leads:
+            run.rewind_metrics(start.epoch, start.step)
+            run.record("start", epoch=start.epoch, step=start.step, threads=start.threads, processes=self.ranks.size)
         if self.features is not None:
             self._fill_features(self.features)
-        end = training.epochs
-        if training.epochs_per_run is not None:
-            end = min(end, start.epoch + training.epochs_per_run)
-        if self.until.epoch is not None:
-            end = min(end, self.until.epoch)
-        total = sum(self.plan.steps(epoch) for epoch in range(training.epochs))
-        log.info(
-            "training from epoch %d step %d, %d of %d steps done", start.epoch, start.step, start.steps_total, total
-        )
-        self.progress = Progress(run, "train", total, "steps", start.steps_total)
+        self.total = sum(self.plan.steps(epoch) for epoch in range(epochs))
+        at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
+        log.info("training from %s", at)
+        self.progress = Progress(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
         self.began = self.lined = self.stepped = time.monotonic()
-        self.pipeline.run(start.epoch, start.step, end, self._on_step)
-        done = self._save()
-        run.write("train.json", result(self.opened, done, self.resumed, self.pipeline.stages()))
-        if self.stopping.is_set() and done.state.epoch < training.epochs:
+        try:
+            self.pipeline.run(start.epoch, start.step, end, self._on_step)
+            self._settle(0)
+            self._refuse_nothing()
+            self._save()
+        finally:
+            done = self.writer.finish()
+        if self.ranks.leads:
+            assert done is not None
+            stages = self.pipeline.stages()
+            run.write("train.json", result(self.opened, done, self.resumed, stages, self.pipeline.shares_cores))
+            run.record("end", epoch=self.state.epoch, step=self.state.step, stopped=self.stop)
+        self.ranks.wait()
+        if self.stopping.is_set() and self.state.epoch < epochs:
             raise Interrupted
 
-    def _on_step(self, report: StepReport) -> bool:
-        """Keep count, write what is due, say whether to go on."""
-        training, now = self.training, time.monotonic()
+    def _on_step(self, pending: PendingReport) -> bool:
+        """Keep count, write what is due, say whether to go on.
+
+        Reports are read a step late where nothing is due, so that the device never waits.
+        """
+        self.writer.check()
+        self.pending.append(pending)
+        done = self.state.steps_total + len(self.pending)
+        due = [done % every == 0 for every in (self.training.log_every_steps, self.training.checkpoint_every_steps)]
+        self._settle(0 if any(due) else 1)
+        if due[1]:
+            self._save()
+        # Several processes must agree, so they look at the sum; one alone need not wait a step for it.
+        self.stop = self.stop or (self.ranks.size == 1 and self._stop_asked())
+        return not self.stop
+
+    def _stop_asked(self) -> bool:
+        late = self.until.time is not None and time.time() >= self.until.time
+        return late or self.stopping.is_set()
+
+    def _settle(self, newest: int) -> None:
+        """Read all pending reports but the newest few."""
+        while len(self.pending) > newest:
+            self._count(self.pending.popleft().report())
+
+    def _count(self, report: StepReport) -> None:
+        now, done = time.monotonic(), self.state.steps_total + 1
         self.window.add(report)
-        done = self.state.steps_total + 1
-        stages = self.pipeline.stages()
-        if done % training.log_every_steps == 0:
-            write_line(self.opened.run, self.window, report, stages, now - self.lined)
-            log.info("epoch %d step %d: loss %.4f, lr %.2e", report.epoch, report.step, report.loss, report.lr)
-            self.window, self.lined = Window(), now
+        self.stop = self.stop or report.stop
+        if done % self.training.log_every_steps == 0:
+            self._log(report, now)
         ended = report.step + 1 == report.steps_in_epoch
         self.state = replace(
             self.state,
             epoch=report.epoch + 1 if ended else report.epoch,
             step=0 if ended else report.step + 1,
             steps_total=done,
-            bad_steps=self.trainer.bad_steps,
+            bad_steps=self.state.bad_steps + 1 if report.skipped else 0,
+            weight=self.state.weight + (0.0 if report.skipped else report.weight_sum),
             tokens=self.state.tokens + report.tokens,
             seconds=self.state.seconds + now - self.stepped,
             window=self.window.to_json(),
         )
         self.stepped = now
-        busy = ", ".join(f"{name} {share['busy']:.0%}" for name, share in stages.items())
-        self.progress.update(done, f"loss {report.loss:.3f}, busy: {busy}")
-        if done % training.checkpoint_every_steps == 0:
-            self._save()
-        late = training.stop_after_s is not None and now - self.began >= training.stop_after_s
-        late |= self.until.time is not None and time.time() >= self.until.time
-        return not (late or self.stopping.is_set())
+        if self.progress is not None:
+            shares = self.pipeline.stages().items()
+            busy = ", ".join(f"{name} {share['busy']:.0%}" for name, share in shares)
+            self.progress.update(done, f"loss {report.loss:.3f}, busy: {busy}")
+        if report.skipped:
+            log.warning("epoch %d step %d is skipped: %s", report.epoch, report.step, _facts(report))
+        if self.state.bad_steps >= MAX_SKIPPED_STEPS:
+            raise StageFailed(
+                f"{MAX_SKIPPED_STEPS} steps in a row were skipped, the last of them epoch {report.epoch} step "
+                f"{report.step}: {_facts(report)}. Lower training.lr, or look at the rows of these steps."
+            )
 
-    def _save(self) -> Checkpoint:
-        """Write a checkpoint of the current position; the features that later epochs need come first."""
-        if self.features is not None:
-            self.features.flush()
-        directory = self.opened.run.checkpoints
-        weights = dict(self.trainer.drafter.state_dict())
-        saved = checkpoint.save(directory, self.state, weights, self.trainer.optimizer_tensors())
-        checkpoint.prune(directory, self.training.keep)
-        return saved
+    def _log(self, report: StepReport, now: float) -> None:
+        """Write the window's line and begin the next one."""
+        stages, window, seconds = self.pipeline.stages(), self.window, now - self.lined
+        sentence = bottleneck(stages, shared=self.pipeline.shares_cores)
+        if self.ranks.leads:
+            facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
+            write_line(self.opened.run, window, report, seconds, facts)
+            speed = window.tokens / seconds if seconds else 0.0
+            loss = f"loss {report.loss:.4f}, lr {report.lr:.2e}, {speed:.0f} tokens/s"
+            log.info("epoch %d step %d: %s; %s", report.epoch, report.step, loss, sentence)
+        self.window, self.lined = Window(), now
+
+    def _refuse_nothing(self) -> None:
+        if self.state.steps_total and not self.state.weight:
+            raise StageFailed(
+                f"none of {self.state.steps_total} steps had a supervised token to learn from: Σw is 0 in all of them. "
+                "The rows' loss mask is empty; prepare them again."
+            )
+
+    def _save(self) -> None:
+        """Begin to write a checkpoint of the current position; the features that later epochs need come first."""
+        if self.ranks.leads:
+            self.writer.save(self.state, self.trainer.drafter.state_dict(), self.trainer.optimizer_tensors())
 
     def _fill_features(self, features: FeatureStore) -> None:
         """Compute what the store lacks of the part of the first epoch that is already trained.
@@ -175,19 +248,31 @@ class _Run:
         A lost store is thus made again as it was, from the first epoch's own micro-batches.
         """
         start = self.state
-        first = self.plan.work(0, 0, 1)
-        before = [(p, rows) for p, rows in first if (p.epoch, p.step) < (start.epoch, start.step)]
-        lacking = [(p, rows) for p, rows in before if not features.has(rows)]
-        if not lacking:
+        before = [
+            (position, rows)
+            for position, rows in self.plan.micro_batches(0, 0, 1)
+            if (position.epoch, position.step) < (start.epoch, start.step) and not features.has(rows)
+        ]
+        if not before:
             return
-        log.info("features of %d micro-batches are missing: computing them again", len(lacking))
-        progress = Progress(self.opened.run, "features", len(lacking), "micro-batches")
+        log.info("features of %d micro-batches are missing: computing them again", len(before))
+        progress = Progress(self.opened.run, "features", len(before), "micro-batches")
         buffers = Buffers(self.plan.buffer_tokens)
-        for position, row_ids in lacking:
-            batch = make_batch(self.opened.store, row_ids, position, self.plan.blocks, buffers)
-            batch_features(self.targets[0], features, batch)
+        for position, row_ids in before:
+            batch = self.plan.make_batch(position, row_ids, buffers)
+            batch_features(self.targets[0], features, batch, batch.ids.to(self.targets[0].device))
             progress.advance()
         features.flush()
+
+
+def _facts(report: StepReport) -> str:
+    counted = int(sum(report.counted_by_slot))
+    return f"{counted} supervised slots, Σ w·CE = {report.loss_sum}, gradient norm = {report.grad_norm}"
+
+
+def _room_bytes(device: torch.device) -> int:
+    """Memory for features that wait for the drafter: a quarter of what is free on its device."""
+    return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()) // 4
 
 
 def first_checkpoint(opened: OpenRun, target: Target, threads: int) -> Checkpoint:
@@ -197,61 +282,8 @@ def first_checkpoint(opened: OpenRun, target: Target, threads: int) -> Checkpoin
     return checkpoint.save(opened.run.checkpoints, state, dict(drafter.state_dict()), {})
 
 
-def load_trainer(opened: OpenRun, target: Target, devices: Devices, start: Checkpoint) -> Trainer:
-    """The trainer as it was at a checkpoint, with the target's embedding and head on the drafter's device."""
-    drafter = load_drafter(opened.shape, start).to(devices.drafter)
-    embedding, head = target.ends(devices.drafter)
-    trainer = Trainer(drafter, embedding, head, opened.config.training)
-    trainer.load_optimizer_tensors(start.optimizer())
-    trainer.bad_steps = start.state.bad_steps
-    return trainer
-
-
 def load_drafter(shape: DrafterShape, start: Checkpoint) -> Drafter:
     """A checkpoint's drafter, float32, on the CPU."""
     drafter = Drafter(shape).float()
     drafter.load_state_dict(start.drafter())
     return drafter
-
-
-def open_features(opened: OpenRun) -> FeatureStore:
-    """The run's own store of features, keyed by all that its values depend on."""
-    settings = opened.settings()
-    names = (
-        "token cache",
-        "target.model",
-        "target.dtype",
-        "drafter.taps",
-        "training.tokens_per_batch",
-        "training.seed",
-    )
-    width = len(opened.shape.taps) * opened.shape.hidden_size
-    key = {name: settings[name] for name in names}
-    return FeatureStore.open(opened.run.path / "features", opened.store.offsets, width, key)
-
-
-def result(
-    opened: OpenRun, done: Checkpoint, resumed: Checkpoint | None, stages: dict[str, dict[str, float]] | None = None
-) -> dict[str, Any]:
-    """What train.json says; `stages` are by default those of the last line of metrics.jsonl."""
-    state, training = done.state, opened.config.training
-    lines = list(opened.run.metric_lines())
-    stages = stages or (lines[-1]["stages"] if lines else {})
-    return {
-        "finished": state.epoch >= training.epochs,
-        "epochs_done": state.epoch,
-        "epochs": training.epochs,
-        "steps": state.steps_total,
-        "loss_first": lines[0]["loss"] if lines else None,
-        "loss": recent_loss(opened.run),
-        "tokens": state.tokens,
-        "seconds": state.seconds,
-        "tokens_per_s": state.tokens / state.seconds if state.seconds else None,
-        "stages": stages,
-        "bottleneck": bottleneck(stages),
-        "resumed_from": resumed.path.name if resumed else None,
-        "checkpoint": str(done.path),
-        "features_reused": training.features == "reuse",
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "threads": state.threads,
-    }

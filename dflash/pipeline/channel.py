@@ -6,7 +6,8 @@ Waiting is on a condition, never a poll. Every wait is measured, which is all th
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -87,6 +88,23 @@ class Channel(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+class Turn:
+    """Stages that share one device take turns on it: side by side, their threads would fight for its cores."""
+
+    def __init__(self, shared: bool) -> None:
+        self._lock = threading.Lock() if shared else None
+
+    @contextmanager
+    def taken(self) -> Iterator[float]:
+        """Hold the device; gives the seconds waited for it."""
+        if self._lock is None:
+            yield 0.0
+            return
+        start = time.perf_counter()
+        with self._lock:
+            yield time.perf_counter() - start
 
 
 class Reorder(Generic[T]):

@@ -1,109 +1,107 @@
 """The pipeline: one thread reads, one runs each target, the trainer runs where `run` is called."""
 
+import logging
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from cache.gather import Buffers
-from cache.plan import EpochPlan, plan_epoch
-from cache.store import TokenCache
-from dflash.anchors import default_gamma
-from dflash.batch import FeatureBatch, Position, StepReport
-from dflash.config import RunConfig
+from dflash.batch import FeatureBatch, Position
 from dflash.errors import DflashError, StageFailed
 from dflash.features import FeatureStore
-from dflash.pipeline.channel import Channel, Closed, Reorder, Stop
-from dflash.pipeline.stages import Blocks, Leased, positions, read, run_target, train
+from dflash.pipeline.channel import Channel, Closed, Reorder, Stop, Turn
+from dflash.pipeline.device import Lane, free_buffers, new_buffers
+from dflash.pipeline.stages import HasFeatures, Leased, Trains, read, run_target, train
 from dflash.pipeline.telemetry import Clock, merge
-from dflash.target import Target
-from dflash.trainer import Trainer
+from dflash.pipeline.watchdog import HANG_S, Watchdog
+from dflash.pipeline.work import Plan
+from dflash.trainer import PendingReport
 
-# Micro-batches that wait between two stages: enough to hide one slow one, few enough to be small.
-_AHEAD = 2
+log = logging.getLogger(__name__)
+
+# Micro-batches of features that wait for the trainer. More ride out longer outliers: at 2, three targets of one speed
+# are 90 % busy, at 16 they are 99 % (benchmarks/pipeline.py).
+_LEAST, _MOST = 2, 24
+_JOIN_S = 60.0  # a stage that has not ended by then hangs in a call
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The whole plan: any epoch's micro-batches, from nothing but rows and parameters."""
-
-    store: TokenCache
-    config: RunConfig
-
-    @property
-    def blocks(self) -> Blocks:
-        """How blocks are drawn."""
-        training, size = self.config.training, self.config.drafter.block_size
-        return Blocks(training.anchors, size, training.gamma or default_gamma(size), training.seed)
-
-    @property
-    def buffer_tokens(self) -> int:
-        """B·S of the largest micro-batch: a row longer than tokens_per_batch is one of its own."""
-        return max(self.config.training.tokens_per_batch, int(self.store.lengths.max(initial=0)))
-
-    def epoch(self, epoch: int) -> EpochPlan:
-        """Micro-batches of one epoch."""
-        training = self.config.training
-        return plan_epoch(
-            self.store.lengths,
-            self.store.rows(0),
-            tokens_per_batch=training.tokens_per_batch,
-            seed=training.seed,
-            epoch=epoch,
-        )
-
-    def steps(self, epoch: int) -> int:
-        """Optimizer steps of one epoch."""
-        return -(-self.epoch(epoch).num_batches // self.config.training.batches_per_step)
-
-    def work(self, epoch: int, step: int, end: int) -> Iterator[tuple[Position, np.ndarray]]:
-        """Micro-batches with their rows, from a position up to the end of epoch `end - 1`."""
-        for e in range(epoch, end):
-            yield from positions(self.epoch(e), self.config.training.batches_per_step, step if e == epoch else 0)
+def capacity(item_bytes: int, room_bytes: int) -> int:
+    """Micro-batches of features to hold in `room_bytes`."""
+    return max(_LEAST, min(_MOST, room_bytes // max(1, item_bytes)))
 
 
 class Pipeline:
-    """The stages of one run. Every thread ends before `run` returns or raises."""
+    """The stages of one run. Every thread ends before `run` returns or raises.
+
+    `ahead` is the number of micro-batches that wait for the trainer. `last_resort` is called when a stage hangs in a
+    call that never returns, so that no thread of this process can be relied on; it should end the process.
+    """
 
     def __init__(
-        self, plan: Plan, trainer: Trainer, targets: list[Target], features: FeatureStore | None, threads: int
+        self,
+        plan: Plan,
+        trainer: Trains,
+        targets: Sequence[HasFeatures],
+        features: FeatureStore | None = None,
+        *,
+        threads: int = 1,
+        ahead: int = _MOST,
+        hang_s: float = HANG_S,
+        last_resort: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._plan, self._trainer, self._targets, self._features = plan, trainer, targets, features
-        self._threads = threads
-        self._clocks = {"read": [Clock()], "target": [Clock() for _ in targets], "train": [Clock()]}
+        self._threads, self._ahead = threads, ahead
         self._stop = Stop()
+        self._clocks = {"read": [Clock()], "target": [Clock() for _ in targets], "train": [Clock()]}
+        self._turn = Turn(shared=self.shares_cores)
+        self._watchdog = Watchdog(self._clocks, self._stop, hang_s, last_resort)
+        self._leases = 2 * len(targets) + 2
+        self._free: Channel[Buffers] = Channel(self._leases, self._stop)
+        self._to_target: Channel[Leased] = Channel(len(targets) + 1, self._stop)
+        self._to_train: Reorder[FeatureBatch] = Reorder(ahead, self._stop)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether target and drafter run on the same CPU cores, and so take turns."""
+        return self._trainer.device.type == "cpu" and any(t.device.type == "cpu" for t in self._targets)
 
     def stages(self) -> dict[str, dict[str, float]]:
         """Shares of time by stage so far."""
         return {name: merge(clocks).shares() for name, clocks in self._clocks.items()}
 
-    def run(self, epoch: int, step: int, end: int, on_step: Callable[[StepReport], bool]) -> None:
+    def queues(self) -> dict[str, int]:
+        """Micro-batches that wait for a stage now."""
+        return {"target": len(self._to_target), "train": len(self._to_train)}
+
+    def run(self, epoch: int, step: int, end: int, on_step: Callable[[PendingReport], bool]) -> None:
         """Train from a position to the end of epoch `end - 1`, or until `on_step` says to stop.
 
         Raises what a stage raised: errors of this project as they are, others as StageFailed with their cause.
         """
-        stop, targets, clocks = self._stop, self._targets, self._clocks
-        free: Channel[Buffers] = Channel(2 * _AHEAD + 2 * len(targets), stop)
-        for _ in range(2 * _AHEAD + 2 * len(targets)):
-            free.put(Buffers(self._plan.buffer_tokens))
-        to_target: Channel[Leased] = Channel(_AHEAD, stop)
-        to_train: Reorder[FeatureBatch] = Reorder(_AHEAD + len(targets), stop)
+        stop, clocks, device = self._stop, self._clocks, self._targets[0].device
+        leased = [new_buffers(self._plan.buffer_tokens, device) for _ in range(self._leases)]
+        for buffers in leased:
+            self._free.put(buffers)
 
         def reader() -> None:
-            work = self._epoch_by_epoch(self._plan.work(epoch, step, end), to_train)
-            to_train.end(read(self._plan.store, work, self._plan.blocks, free, to_target, clocks["read"][0]))
-            to_target.close()
+            work = self._epoch_by_epoch(self._plan.micro_batches(epoch, step, end))
+            count = read(self._plan, work, device, self._free, self._to_target, clocks["read"][0])
+            self._to_train.end(count)
+            self._to_target.close()
 
-        def worker(target: Target, clock: Clock) -> None:
-            run_target(target, self._features, self._trainer.device, to_target, free, to_train, clock)
+        def worker(target: HasFeatures, clock: Clock) -> None:
+            lane = Lane(target.device, self._trainer.device)
+            run_target(target, self._features, lane, self._turn, self._to_target, self._free, self._to_train, clock)
 
         threads = [self._thread("read", reader)]
-        for target, clock in zip(targets, clocks["target"], strict=True):
+        for target, clock in zip(self._targets, clocks["target"], strict=True):
             threads.append(self._thread("target", worker, target, clock))
+        self._watchdog.start()
         try:
-            train(self._trainer, to_train, clocks["train"][0], on_step)
+            steps = self._plan.work(epoch, step, end)
+            train(self._trainer, steps, self._to_train, self._turn, clocks["train"][0], on_step)
         except Closed:
             pass
         except BaseException as error:
@@ -111,23 +109,28 @@ class Pipeline:
         finally:
             stop.stop()
             for thread in threads:
-                thread.join()
+                thread.join(_JOIN_S)
+            self._watchdog.end()
+        if not any(thread.is_alive() for thread in threads):
+            for buffers in leased:
+                free_buffers(buffers, device)
         if stop.failure is not None:
             stage, cause = stop.failure
             if isinstance(cause, DflashError) or not isinstance(cause, Exception):
                 raise cause
-            raise StageFailed(f"stage {stage} failed in the run from epoch {epoch}, step {step}: {cause!r}") from cause
+            at = f"epoch {epoch}, step {step} on, {clocks['train'][0].items} steps done"
+            raise StageFailed(f"stage {stage} failed in the run from {at}: {cause!r}") from cause
 
-    def _epoch_by_epoch(
-        self, work: Iterator[tuple[Position, np.ndarray]], to_train: Reorder[FeatureBatch]
-    ) -> Iterator[tuple[Position, np.ndarray]]:
+    def _epoch_by_epoch(self, work: Iterator[tuple[Position, np.ndarray]]) -> Iterator[tuple[Position, np.ndarray]]:
         """Where features are reused, let an epoch begin when all features of the one before are kept.
 
         Otherwise timing would decide whether a row is read from the store or computed in another grouping.
         """
+        epoch: int | None = None
         for order, (position, row_ids) in enumerate(work):
-            if self._features is not None and position.index == 0:
-                to_train.wait_until_put(order)
+            if self._features is not None and position.epoch != epoch:
+                self._to_train.wait_until_put(order)
+                epoch = position.epoch
             yield position, row_ids
 
     def _thread(self, name: str, body: Callable[..., None], *arguments: object) -> threading.Thread:

@@ -56,7 +56,9 @@ def test_stop_signals_leave_a_checkpoint_and_code_75(
 
 def curve(line: dict[str, Any]) -> dict[str, Any]:
     """A line of metrics.jsonl without what depends on the clock."""
-    return {name: value for name, value in line.items() if name not in ("tokens_per_s", "stages", "seconds", "queues")}
+    return {
+        name: value for name, value in line.items() if name not in ("tokens_per_s", "stages", "queues", "bottleneck")
+    }
 
 
 def test_evaluate_export_reload(uninterrupted: Path, tokens: Path) -> None:

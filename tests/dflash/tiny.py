@@ -64,7 +64,10 @@ def make_rows(home: Path, rows: int = 48, longest: int = 28, held_out: float = 0
     """A token cache of counting sequences: a prompt of 4 tokens, then an answer that a drafter can learn."""
     random = np.random.default_rng(0)
     lengths = random.integers(10, longest + 1, rows)
-    ids = [[2 + (int(start) + k) % (VOCABULARY - 4) for k in range(n)] for start, n in zip(random.integers(0, 50, rows), lengths, strict=True)]
+    ids = [
+        [2 + (int(start) + k) % (VOCABULARY - 4) for k in range(n)]
+        for start, n in zip(random.integers(0, 50, rows), lengths, strict=True)
+    ]
     mask = [[int(k >= 4) for k in range(n)] for n in lengths.tolist()]
     table = pa.table({"input_ids": ids, "loss_mask": mask})
     config = RowsConfig(source="in memory", vocabulary=VOCABULARY, held_out=held_out, max_dropped=1.0)
@@ -78,7 +81,8 @@ def make_run(path: Path, target: Path, **training: Any) -> Path:
         "name": path.name,
         "home": str(path.parent),
         "target": {"model": str(target), "dtype": "float32"} | groups.get("target", {}),
-        "drafter": {"layers": 1, "block_size": 4, "taps": [1, 3], "mask_token_id": MASK_TOKEN} | groups.get("drafter", {}),
+        "drafter": {"layers": 1, "block_size": 4, "taps": [1, 3], "mask_token_id": MASK_TOKEN}
+        | groups.get("drafter", {}),
         "training": {
             "epochs": 2,
             "tokens_per_batch": 64,

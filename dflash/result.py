@@ -1,0 +1,43 @@
+"""What a part of a training run came to: train.json."""
+
+import resource
+from typing import Any
+
+from dflash.checkpoint import Checkpoint
+from dflash.metrics import recent_loss
+from dflash.opening import OpenRun
+from dflash.pipeline.telemetry import bottleneck
+
+
+def result(
+    opened: OpenRun,
+    done: Checkpoint,
+    resumed: Checkpoint | None,
+    stages: dict[str, Any] | None = None,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """What train.json says; `stages` are by default those of the last line of metrics.jsonl."""
+    state, training = done.state, opened.config.training
+    lines = list(opened.run.metric_lines())
+    stages = stages or (lines[-1]["stages"] if lines else {})
+    tokens, padded = (sum(line["tokens"] / (1 - line["padding"] if p else 1) for line in lines) for p in (False, True))
+    return {
+        "finished": state.epoch >= training.epochs,
+        "epochs_done": state.epoch,
+        "epochs": training.epochs,
+        "steps": state.steps_total,
+        "loss_first": lines[0]["loss"] if lines else None,
+        "loss": recent_loss(opened.run),
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "tokens_per_s": state.tokens / state.seconds if state.seconds else None,
+        "padding": 1 - tokens / padded if padded else None,
+        "skipped": sum(line["skipped"] for line in lines),
+        "stages": stages,
+        "bottleneck": bottleneck(stages, shared=shared),
+        "resumed_from": resumed.path.name if resumed else None,
+        "checkpoint": str(done.path),
+        "features_reused": training.features == "reuse",
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "threads": state.threads,
+    }
