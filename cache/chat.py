@@ -48,7 +48,7 @@ class ChatTokenizer:
         self._supervise = supervise
         self.noted: Counter[str] = Counter()
         self._num_documents = 0  # so far, over all batches
-        self._template = _template(self._tokenizer, tokenizer, template, template_arguments)
+        self._template = load_template(self._tokenizer, tokenizer, template, template_arguments)
         self._speller = Speller(self._tokenizer.backend_tokenizer)
         self.vocabulary = self._speller.vocabulary
         found = probe(self._template, self._tokenizer, tokenizer)
@@ -162,7 +162,8 @@ class ChatTokenizer:
                 )
 
 
-def _template(tokenizer: Any, directory: Path, file: str | None, arguments: dict[str, Any]) -> Template:
+def load_template(tokenizer: Any, directory: Path, file: str | None, arguments: dict[str, Any]) -> Template:
+    """The tokenizer's own chat template, or the one in `file`, with the arguments that are the same for all rows."""
     names = {**tokenizer.special_tokens_map, **arguments}
     if file is not None:
         return Template(Path(file).read_text(encoding="utf-8"), names, f"the chat template {file}")

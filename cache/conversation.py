@@ -49,19 +49,19 @@ def read_conversations(
 ) -> list[Conversation]:
     """The conversations of a batch that the rules keep, in order."""
     kept: list[Conversation] = []
-    rows = _raw_rows(batch, columns, place.file)
-    tools = _values(batch, "tools")
-    finished = _values(batch, "finished")
+    rows = raw_rows(batch, columns, place.file)
+    tools = values_of(batch, "tools")
+    finished = values_of(batch, "finished")
     for index, raw in enumerate(rows):
         try:
-            messages = _messages(raw, counts.noted)
+            messages = messages_of(raw, counts.noted)
             last_answered, answers = _answers(messages, supervise, counts.noted)
             kept.append(
                 Conversation(
                     index,
                     messages[: answers[-1] + 1],
                     answers,
-                    _tools(tools[index]) if tools else None,
+                    tools_of(tools[index]) if tools else None,
                     not (finished and finished[index] is False and answers[-1] == last_answered),
                     next((m["content"] for m in messages if m["role"] == "user"), messages[0].get("content", "")),
                 )
@@ -76,7 +76,7 @@ def read_conversations(
     return kept
 
 
-def _messages(raw: Any, noted: Counter[str]) -> list[Message]:
+def messages_of(raw: Any, noted: Counter[str]) -> list[Message]:
     """One row's value, from JSON text or from Arrow, as messages in the standard shape."""
     if isinstance(raw, str):
         raw = _decoded(raw, noted)
@@ -113,7 +113,7 @@ def _answers(
     return assistant[-1], tuple(answers if supervise == "all" else answers[-1:])
 
 
-def _raw_rows(batch: pa.RecordBatch | pa.Table, columns: Columns, source: str) -> Iterable[Any]:
+def raw_rows(batch: pa.RecordBatch | pa.Table, columns: Columns, source: str) -> Iterable[Any]:
     """Each row's conversation as the file has it: JSON text, or a list of messages."""
     names = batch.schema.names
     wanted = (columns.messages,) if columns.messages else MESSAGES
@@ -170,14 +170,16 @@ def _dropped_nulls(value: Any) -> Any:
     return value
 
 
-def _values(batch: pa.RecordBatch | pa.Table, name: str) -> list[Any] | None:
+def values_of(batch: pa.RecordBatch | pa.Table, name: str) -> list[Any] | None:
+    """A column that may be missing, as Python values."""
     if name not in batch.schema.names:
         return None
     column = batch.column(name)
     return _without_nulls(column.to_pylist(), column.type)
 
 
-def _tools(value: Any) -> list[Message] | None:
+def tools_of(value: Any) -> list[Message] | None:
+    """A row's tools, from JSON text or from Arrow."""
     tools = json.loads(value) if isinstance(value, str) and value else value
     if tools in (None, "", []):
         return None

@@ -103,6 +103,11 @@ def open_source(parts: Sequence[Part], rows: RowsConfig, data: Any = None) -> So
     return Source(tuple(parts), None, layout, known)
 
 
+def column_names(parts: Sequence[Part]) -> list[str]:
+    """The columns of the first file; `open_source` refuses others that differ in what is read."""
+    return _describe(parts[0].files[0])[0]
+
+
 def _describe(file: DataFile) -> tuple[list[str], int | None]:
     """Column names, and the number of rows where the file tells."""
     try:
