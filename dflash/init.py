@@ -1,7 +1,7 @@
 """Where the drafter's layers start from: at random, or as copies of the target's last layers."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dflash.config import DrafterConfig
 from dflash.drafter import Drafter, DrafterShape
@@ -12,7 +12,10 @@ _STD = 0.02  # the initializer range of the Qwen3 family
 
 
 def new_drafter(shape: DrafterShape, config: DrafterConfig, target: Target, seed: int) -> Drafter:
-    """A drafter in float32 on the CPU, the same for the same seed."""
+    """A drafter in float32 on the CPU, the same for the same seed.
+
+    Raises ConfigMismatch when init=target and the target's layers do not compute what the drafter's do.
+    """
     drafter = Drafter(shape).float()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():
@@ -35,19 +38,42 @@ def _copy_target(drafter: Drafter, target: Target) -> None:
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:] = torch.eye(hidden)
     sources = decoder_layers(target.model)[-drafter.shape.num_layers :]
+    activation = target.model.config.get_text_config(decoder=True).hidden_act
+    if activation not in ("silu", "swish"):
+        raise _unlike(f"the target's layers use {activation}, the drafter's silu")
     for layer, source in zip(drafter.layers, sources, strict=True):
-        theirs = dict(source.named_parameters())
-        for name, parameter in layer.named_parameters():
-            if name in theirs:
-                if theirs[name].shape != parameter.shape:
-                    raise ConfigMismatch(
-                        f"drafter.init=target: the target's {name} has shape {tuple(theirs[name].shape)}, the drafter's "
-                        f"{tuple(parameter.shape)}. Use drafter.init=random for this target."
-                    )
-                parameter.copy_(theirs[name])
-            elif not name.endswith(("q_norm.weight", "k_norm.weight")):
-                raise ConfigMismatch(
-                    f"drafter.init=target: the target's layers have no {name}. Use drafter.init=random for this target."
-                )
-    drafter.hidden_norm.weight.copy_(sources[0].get_parameter("input_layernorm.weight"))
-    drafter.norm.weight.copy_(target.model.get_decoder().get_parameter("norm.weight"))
+        _copy_layer(layer, source)
+    drafter.hidden_norm.weight.copy_(_norm_weight(sources[0].get_submodule("input_layernorm"), hidden))
+    drafter.norm.weight.copy_(_norm_weight(target.model.get_decoder().get_submodule("norm"), hidden))
+
+
+def _copy_layer(layer: nn.Module, source: nn.Module) -> None:
+    ours, theirs = dict(layer.named_parameters()), dict(source.named_parameters())
+    # Biases are left behind, the drafter has none. Anything else more in the target is another kind of layer.
+    if extra := [name for name in theirs if name not in ours and not name.endswith(".bias")]:
+        raise _unlike(f"the target's layers have {extra[0]}, the drafter's do not")
+    for name, parameter in ours.items():
+        if name not in theirs:
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                continue
+            raise _unlike(f"the target's layers have no {name}")
+        value: Tensor = theirs[name]
+        if value.shape != parameter.shape:
+            raise _unlike(f"the target's {name} has shape {tuple(value.shape)}, the drafter's {tuple(parameter.shape)}")
+        if name.endswith("norm.weight"):
+            value = _norm_weight(source.get_submodule(name.removesuffix(".weight")), value.shape[0])
+        parameter.copy_(value)
+
+
+def _norm_weight(norm: nn.Module, width: int) -> Tensor:
+    """The weight as a plain RMSNorm has it: some norms multiply by 1 + weight."""
+    weight = norm.get_parameter("weight")
+    ones = torch.ones(width, dtype=weight.dtype, device=weight.device)
+    scaled: Tensor = norm(1e3 * ones)  # the RMS of it is 1e3: what comes out is the factor of each channel
+    if not scaled.any():
+        raise _unlike("the target's norms take the mean away, the drafter's do not")
+    return scaled.to(torch.float32)
+
+
+def _unlike(why: str) -> ConfigMismatch:
+    return ConfigMismatch(f"drafter.init=target: {why}. Use drafter.init=random for this target.")

@@ -153,11 +153,11 @@ class _SlotLoss(torch.autograd.Function):
 class _Running:
     """Σ exp(logit) · row over the tiles so far, relative to the largest logit so far."""
 
-    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.peak = torch.full((slots, 1), -torch.inf, dtype=dtype, device=device)
-        self.mass = torch.zeros((slots, 1), dtype=dtype, device=device)
-        self.rows = torch.zeros((slots, width), dtype=dtype, device=device)
-        self.inner = torch.zeros((slots, 1), dtype=dtype, device=device)
+    def __init__(self, hidden: Float[Tensor, "n H"], dtype: torch.dtype) -> None:
+        self.rows = torch.zeros_like(hidden, dtype=dtype)
+        self.mass = torch.zeros_like(self.rows[:, :1])
+        self.inner = torch.zeros_like(self.mass)
+        self.peak = torch.full_like(self.mass, -torch.inf)
 
     def add(self, logits: Tensor, rows: Tensor, slope: Tensor | None, inner: Tensor | None = None) -> None:
         """One tile: `logits` is overwritten; `slope` bends the rows' share, `inner` is what else is averaged."""
@@ -181,8 +181,8 @@ def _slot_losses(hidden: Tensor, head: Head, label: Tensor, states: Tensor | Non
     """Loss, whether the largest logit is the label's, and ∂loss/∂hidden, for a few slots."""
     vocabulary, step = head.weight.shape[0], _TILE[hidden.device.type][1]
     dtype = _at_least_float32(hidden.dtype)
-    own = _Running(*hidden.shape, dtype, hidden.device)
-    theirs = None if states is None else _Running(*hidden.shape, dtype, hidden.device)
+    own = _Running(hidden, dtype)
+    theirs = None if states is None else _Running(hidden, dtype)
     at_label = torch.zeros_like(own.mass)
     right = torch.zeros_like(label, dtype=torch.bool)
     for start in range(0, vocabulary, step):

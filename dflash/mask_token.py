@@ -54,7 +54,8 @@ def find_mask_token(
     first_free = max(tokenizer.get_vocab().values()) + 1
     if first_free < rows and first_free not in taken:
         return first_free, "the first row of the embedding that no token has"
-    taken |= {getattr(tokenizer, name, None) for name in (*_NAMES, "unk_token_id")}
+    named = [getattr(tokenizer, name, None) for name in (*_NAMES, "unk_token_id")]
+    taken |= {token for token in named if token is not None}
     template = str(getattr(tokenizer, "chat_template", None) or "")
     for token, added in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
         if added.special and token < rows and token not in taken and added.content not in template:

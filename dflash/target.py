@@ -134,7 +134,6 @@ class Target:
             revision=config.revision,
             dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
-            attn_implementation="sdpa",
             output_loading_info=True,
         )
         if lacking := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
