@@ -1,5 +1,6 @@
 # make demo    trains a small drafter here, from rows to report      make check   format, lint, types, import contracts
 # make test    runs the tests                                        make bench   runs the benchmarks
+# make test-kill  kills 30 training runs at random, and one of two torchrun nodes
 # make setup   makes .venv; demo and test do it themselves           make clean   removes .venv and build output, not var/
 
 SHELL := /bin/bash
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 export DFLASH_HOME ?= $(CURDIR)/var
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test check bench clean
+.PHONY: help setup setup-bench demo test test-kill check bench clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -26,6 +27,9 @@ demo: setup
 
 test: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-kill: setup
+	@OMP_NUM_THREADS=1 KILL_ROUNDS=30 $(BIN)/python -m pytest -s tests/dflash/test_kill.py tests/dflash/test_ranks.py
 
 check: setup
 	$(BIN)/ruff format --check .

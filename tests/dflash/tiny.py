@@ -74,13 +74,13 @@ def make_rows(home: Path, rows: int = 48, longest: int = 28, held_out: float = 0
     return build(config, home=home, tokenizer=None, vocabulary=VOCABULARY, data=table)
 
 
-def make_run(path: Path, target: Path, **training: Any) -> Path:
+def make_run(path: Path, model: Path, /, **training: Any) -> Path:
     """A run directory with config.json; keywords are fields of `training`, others with their group: `drafter={…}`."""
     groups = {name: training.pop(name) for name in ("target", "drafter", "evaluation") if name in training}
     config = {
         "name": path.name,
         "home": str(path.parent),
-        "target": {"model": str(target), "dtype": "float32"} | groups.get("target", {}),
+        "target": {"model": str(model), "dtype": "float32"} | groups.get("target", {}),
         "drafter": {"layers": 1, "block_size": 4, "taps": [1, 3], "mask_token_id": MASK_TOKEN}
         | groups.get("drafter", {}),
         "training": {
