@@ -65,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--override", action="store_true", help="accept changed settings, on record")
     command = commands.add_parser("export", help="write the newest checkpoint in its served layouts")
     command.add_argument("run", type=Path, help="run directory, with config.json")
+    command = commands.add_parser("generate", help="answer prompts with the target and write answers.jsonl")
+    command.add_argument("run", metavar="answers", type=Path, help="directory of the answers, with config.json")
     command = commands.add_parser("dequantise", help="write a GGUF file as safetensors, once")
     command.add_argument("file", type=Path, help="GGUF file")
     command.add_argument("home", type=Path, help="directory to write below: targets/<sha256>/")
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here: argument errors and --help answer at once, without torch.
-    if arguments.command in ("check", "train", "evaluate", "export"):
+    if arguments.command in ("check", "train", "evaluate", "export", "generate"):
         (arguments.run / "error.json").unlink(missing_ok=True)
     if arguments.command == "train":
         from dflash.stopping import Interrupted, Until
@@ -103,6 +105,14 @@ def _run(arguments: argparse.Namespace) -> int:
         from dflash.export import export
 
         export(arguments.run)
+    elif arguments.command == "generate":
+        from dflash.generate import generate
+        from dflash.stopping import Interrupted
+
+        try:
+            generate(arguments.run)
+        except Interrupted:
+            return STOPPED
     elif arguments.command == "dequantise":
         from dflash.gguf import dequantise
 
