@@ -8,14 +8,17 @@ last one fails that; then each answer gets a row of its own.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache.control import BREAK
 from cache.conversation import Conversation
 from cache.message import Message, Refused
-from cache.render import Span, Template
+from cache.render import BadTemplate, Span, Template
+from cache.shape import Order, Shape, order_of, placeholders, shape_of
 
 ANSWER = "\ufdd3"  # stands for an answer where we ask what the template writes around any
+PROVE_EVERY = 128  # conversations: one of so many of a known shape is proved on its own
+MAX_ORDERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +45,73 @@ class AnswerFinder:
         self._stop_texts = stop_texts
         self._noted = noted
         self._around: set[tuple[str, str]] = set()  # what the template was seen to write around an answer
+        self._seen: set[Order] = set()
+        self._shapes: dict[Order, Shape | None] = {}
+        self._rewritten: set[Order] = set()  # orders of which each answer gets a row of its own
+        self._num_by_shape = 0
 
     def documents(self, conversation: Conversation) -> Iterator[Document]:
         """One document of the whole conversation, or one for each answer if the template rewrites earlier ones."""
         messages, tools = conversation.messages, conversation.tools
         if self._template.marks_answers:
             text, marked = self._template.render_marked(messages, tools)
-            yield _document(conversation, messages, text, _chosen(conversation, text, marked))
+            yield _document(conversation, text, _chosen(conversation, text, marked))
+            return
+        order = order_of(messages, conversation.answers) if tools is None else None
+        if order in self._rewritten:
+            yield from self._one_an_answer(conversation)
             return
         text = self._template.render(messages, tools)
-        spans = [self._span(messages, tools, text, answer) for answer in conversation.answers]
-        found = [span for span in spans if span is not None]
-        if len(found) == len(spans):
-            yield _document(conversation, messages, text, found)
-            return
+        shape = self._shape(order) if order else None
+        spans = shape.spans(messages, text) if shape else None
+        if spans is not None:
+            self._num_by_shape += 1
+            if self._num_by_shape % PROVE_EVERY == 0 and self._proved(conversation, text) != spans:
+                raise BadTemplate(
+                    f"{self._template.name} writes another generation prompt for what is said in {text[-200:]!r} than"
+                    " for other words. Mark its answers with {% generation %}, or name another in rows.template."
+                )
+        else:
+            spans = self._proved(conversation, text)
+        if spans is not None:
+            yield _document(conversation, text, spans)
+        elif len(conversation.answers) == 1:
+            raise Refused("answer_not_after_prompt")
+        else:
+            yield from self._one_an_answer(conversation)
+
+    def _one_an_answer(self, conversation: Conversation) -> Iterator[Document]:
         self._noted["rewritten by the template, so one row an answer"] += 1
         for answer in conversation.answers:
-            turns = messages[: answer + 1]
-            own = text if answer + 1 == len(messages) else self._template.render(turns, tools)
-            span = self._span(turns, tools, own, answer)
+            is_last = answer + 1 == len(conversation.messages)
+            turns = conversation.messages[: answer + 1]
+            finished = conversation.finished or not is_last
+            yield from self.documents(replace(conversation, messages=turns, answers=(answer,), finished=finished))
+
+    def _proved(self, conversation: Conversation, text: str) -> list[Span] | None:
+        """The spans of all answers in this text of all messages; None where one has no proof."""
+        spans = []
+        for answer in conversation.answers:
+            span = self._span(conversation.messages, conversation.tools, text, answer)
             if span is None:
-                raise Refused("answer_not_after_prompt")
-            yield _document(conversation, turns, own, [span])
+                return None
+            spans.append(span)
+        return spans
+
+    def _shape(self, order: Order) -> Shape | None:
+        """The shape of an order of roles, from the second conversation of that order on."""
+        if order not in self._shapes:
+            if order not in self._seen:
+                if len(self._seen) < MAX_ORDERS:
+                    self._seen.add(order)
+                return None
+            placed = Conversation(0, placeholders(order), order[1], None, True, "")
+            text = self._template.render(placed.messages, None)
+            spans = self._proved(placed, text)
+            self._shapes[order] = None if spans is None else shape_of(order, text, spans)
+            if spans is None and len(order[1]) > 1:
+                self._rewritten.add(order)
+        return self._shapes[order]
 
     def _span(self, messages: list[Message], tools: list[Message] | None, text: str, answer: int) -> Span | None:
         """The characters of one answer; None where the text of all messages does not begin as those up to it do."""
@@ -132,13 +180,12 @@ class AnswerFinder:
         return True
 
 
-def _document(conversation: Conversation, messages: list[Message], text: str, spans: list[Span]) -> Document:
-    finished = conversation.finished or len(messages) < len(conversation.messages)
+def _document(conversation: Conversation, text: str, spans: list[Span]) -> Document:
     pieces = [text]
     if BREAK in text:
         spans = [(start - text.count(BREAK, 0, start), end - text.count(BREAK, 0, end)) for start, end in spans]
         pieces = [piece for piece in text.split(BREAK) if piece]
-    return Document(conversation.index, messages, conversation.tools, pieces, spans, finished)
+    return Document(conversation.index, conversation.messages, conversation.tools, pieces, spans, conversation.finished)
 
 
 def _chosen(conversation: Conversation, text: str, marked: list[Span]) -> list[Span]:

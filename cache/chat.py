@@ -19,7 +19,7 @@ from cache.errors import CacheMismatch
 from cache.lists import Place
 from cache.mask import Answers, supervise
 from cache.message import Refused
-from cache.probe import probe
+from cache.probe import probe, prove
 from cache.ragged import Ragged, Tokenised, offsets_of
 from cache.render import BadTemplate, Template
 from cache.spelling import Encoded, Speller, byte_places
@@ -58,6 +58,7 @@ class ChatTokenizer:
         self._is_stop[list(found.stop_ids)] = True
         self._control = ControlText(set(found.control_texts))
         self._finder = AnswerFinder(self._template, found.stop_texts, self.noted)
+        prove(self._template, self._finder)
 
     def tokenise(
         self,

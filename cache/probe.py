@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.answers import ANSWER
+from cache.answers import ANSWER, AnswerFinder
+from cache.conversation import Conversation
 from cache.message import Message, Refused
 from cache.render import BadTemplate, Template
 
@@ -51,6 +52,20 @@ def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
         tuple(tokenizer.convert_ids_to_tokens(sorted(stop_ids))),
         frozenset(text for text in control if not text.isspace()),
     )
+
+
+def prove(template: Template, finder: AnswerFinder) -> None:
+    """Refuse a template with which no answer could ever be found."""
+    asked: list[Message] = [{"role": "user", "content": QUESTION}]
+    talk = Conversation(0, [*asked, {"role": "assistant", "content": "An answer."}], (1,), None, True, "")
+    try:
+        list(finder.documents(talk))
+    except Refused as refused:
+        raise BadTemplate(
+            f"{template.name}: {refused}. It asks with {_rendered(template, asked, prompt=True)!r}, and writes question"
+            f" and answer as {_rendered(template, talk.messages)!r}; expected the first to be how the second begins, as"
+            " serving goes on from there. Mark its answers with {% generation %}, or name another in rows.template."
+        ) from None
 
 
 def _rendered(template: Template, messages: list[Message], *, prompt: bool = False) -> str:

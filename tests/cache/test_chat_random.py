@@ -5,9 +5,10 @@ What is expected is worked out from the choices that make the template, not from
 
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy import chat_tokenizer, rows, supervised_runs, tokenised
 
@@ -59,7 +60,9 @@ class Style:
 
     def written(self, answer: str, is_finished: bool = True) -> str:
         text = answer.strip() if self.trims else answer
-        return text + (self.before_end + self.end if is_finished else "")
+        # A newline that is trimmed off and written again is the answer's own.
+        cut = answer if answer == text + self.before_end else text
+        return text + self.before_end + self.end if is_finished else cut
 
 
 styles = st.builds(
@@ -119,6 +122,9 @@ def expected(style: Style, conversation: list[dict[str, str]], is_finished: bool
 @settings(max_examples=300, deadline=None)
 @given(styles | marking, conversations, st.booleans())
 def test_supervised_runs_are_the_answers_and_their_ends_of_turn(style, conversation, is_finished):
+    roles = [message["role"] for message in conversation]
+    # A template that writes its last message in another way cannot write what it asks for after an answer to itself.
+    assume(not ((style.think or style.strips_history) and ("assistant", "assistant") in pairwise(roles)))
     with tempfile.TemporaryDirectory() as directory:
         chat = chat_tokenizer(Path(directory), style.template, merges=((b"a", b"b"),))
         made = tokenised(chat, [conversation], finished=[is_finished])
