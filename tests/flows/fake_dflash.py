@@ -83,7 +83,12 @@ def export(run: Path) -> None:
 def check(run: Path) -> None:
     fits = "FAKE_TOO_BIG" not in os.environ
     plan: dict[str, Any] = {"rows": 9, "held_out_rows": 1, "steps": 20, "steps_per_epoch": 10, "epochs": 2}
-    plan |= {"disk_bytes": {"checkpoints": 10**6}, "free_disk_bytes": 10**9, "memory_bytes": {"cpu": 10**6}, "step_seconds": {"train": 0.5}}
+    plan |= {
+        "disk_bytes": {"checkpoints": 10**6},
+        "free_disk_bytes": 10**9,
+        "memory_bytes": {"cpu": 10**6},
+        "step_seconds": {"train": 0.5},
+    }
     plan |= {"available_memory_bytes": {"cpu": 10**9}, "seconds_total": 10.0, "fits": fits}
     write(run / "plan.json", {**plan, "refusals": [] if fits else ["It needs 99 TB of disk."]})
 

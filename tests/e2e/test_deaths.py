@@ -1,0 +1,215 @@
+"""With a real server, worker and deployments: who may die in mid-training, and what the next run does about it.
+
+    make test-e2e        # about four minutes
+
+One site serves all tests; they run in the order in which they stand.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect_site import Site, wait_for
+from safetensors.numpy import load_file
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+VOCABULARY = 61
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("site")
+    tree = tiny_tree(directory)
+
+    def changes(deployments: dict[str, Any]) -> None:
+        deployments["train"]["parameters"] = tree
+        nightly = deployments["nightly-epoch"]
+        nightly["parameters"] = tree | {"name": "nightly", "training": tree["training"] | {"epochs_per_run": 1}}
+        nightly["schedules"] = [{"interval": 20, "slug": "nightly", "active": False}]
+
+    site = Site(directory, changes)
+    try:
+        site.start_server()
+        site.deploy()
+        site.start_worker()
+        yield site
+    finally:
+        site.close()
+
+
+def tiny_tree(directory: Path) -> dict[str, Any]:
+    """Parameters of a training that takes about ten seconds on a tiny random target."""
+    return {
+        "name": "whole",
+        "rows": {"source": str(make_rows(directory / "rows.jsonl")), "held_out": 0.1},
+        "target": {"model": str(make_target(directory / "target")), "dtype": "float32"},
+        "drafter": {"layers": 1, "block_size": 4, "taps": [1, 3], "mask_token_id": VOCABULARY - 1},
+        "training": {
+            "epochs": EPOCHS,
+            "tokens_per_batch": 64,
+            "anchors": 8,
+            "lr": 0.005,
+            "checkpoint_every_steps": 20,
+            "log_every_steps": 20,
+        },
+        "evaluation": {"prompts": 2, "max_new_tokens": 8},
+    }
+
+
+def make_rows(path: Path) -> Path:
+    """Counting sequences: a prompt of 4 tokens, then an answer that a drafter can learn."""
+    with path.open("w") as stream:
+        for row in range(300):
+            length = 12 + row % 16
+            ids = [2 + (7 * row + k) % (VOCABULARY - 4) for k in range(length)]
+            stream.write(json.dumps({"input_ids": ids, "loss_mask": [int(k >= 4) for k in range(length)]}) + "\n")
+    return path
+
+
+def make_target(directory: Path) -> Path:
+    """A random Llama of a few thousand weights; made in another process, so that this one needs no torch."""
+    code = f"""
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size={VOCABULARY}, hidden_size=32, intermediate_size=48, num_hidden_layers=5,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=None,
+    eos_token_id=1, pad_token_id=None, tie_word_embeddings=True)
+LlamaForCausalLM(config).save_pretrained({str(directory)!r})
+words = {{f"w{{i}}": i for i in range({VOCABULARY})}}
+tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained({str(directory)!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    return directory
+
+
+def with_name(site: Site, name: str) -> dict[str, Any]:
+    return {"name": name}
+
+
+def checkpoints(site: Site, name: str) -> list[str]:
+    directory = site.home / "runs" / name / "checkpoints"
+    return sorted(path.name for path in directory.glob("epoch-???-step-??????")) if directory.is_dir() else []
+
+
+def wait_until_training(site: Site, name: str, beyond: str = "epoch-000-step-000000") -> None:
+    """Until a checkpoint lies behind and the training still runs."""
+    wait_for(f"a checkpoint of {name}", lambda: any(found > beyond for found in checkpoints(site, name)))
+
+
+def trained(site: Site, name: str) -> dict[str, Any]:
+    file = site.home / "runs" / name / "train.json"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"finished": False}
+    return result
+
+
+def weights(site: Site, name: str) -> dict[str, Any]:
+    newest = site.home / "runs" / name / "checkpoints" / checkpoints(site, name)[-1]
+    return load_file(newest / "drafter.safetensors") | load_file(newest / "optimizer.safetensors")
+
+
+def assert_same_weights(site: Site, name: str) -> None:
+    """To the last bit as those of the run that nothing disturbed."""
+    expected, found = weights(site, "whole"), weights(site, name)
+    assert trained(site, name)["finished"]
+    assert expected.keys() == found.keys()
+    assert [key for key, value in expected.items() if (found[key] != value).any()] == []
+
+
+def test_deployed_run_trains_to_the_end(site: Site) -> None:
+    run = site.run_deployment("train/train")
+    site.wait_for_state(run, "Completed")
+    flow_run = site.call("GET", f"/flow_runs/{run}")
+    assert flow_run["name"] == f"train whole epoch 1/{EPOCHS}"
+    assert flow_run["state"]["message"].startswith(f"{EPOCHS}/{EPOCHS} epochs")
+
+
+def test_cancel_finishes_the_step_writes_a_checkpoint_and_is_cancelled(site: Site) -> None:
+    run = site.run_deployment("train/train", with_name(site, "cancelled"))
+    wait_until_training(site, "cancelled")
+    site.prefect("flow-run", "cancel", run)
+    site.wait_for_state(run, "Cancelled", timeout_s=60)
+    assert not trained(site, "cancelled")["finished"]
+    assert trained(site, "cancelled")["checkpoint"].endswith(checkpoints(site, "cancelled")[-1])
+    assert site.training_processes() == []
+    again = site.run_deployment("train/train", with_name(site, "cancelled"))
+    site.wait_for_state(again, "Completed")
+    assert_same_weights(site, "cancelled")
+
+
+def test_flow_killed_is_crashed_at_once_and_the_next_run_goes_on(site: Site) -> None:
+    run = site.run_deployment("train/train", with_name(site, "flow-killed"))
+    wait_until_training(site, "flow-killed")
+    for process in site.flow_processes():
+        process.kill()
+    wait_for("the training process to die with its flow", lambda: not site.training_processes(), timeout_s=5)
+    site.wait_for_state(run, "Crashed", timeout_s=60)
+    again = site.run_deployment("train/train", with_name(site, "flow-killed"))
+    site.wait_for_state(again, "Completed")
+    assert trained(site, "flow-killed")["resumed_from"] is not None
+    assert_same_weights(site, "flow-killed")
+
+
+def test_server_restarted_does_not_end_the_run(site: Site) -> None:
+    run = site.run_deployment("train/train", with_name(site, "server-restarted"))
+    wait_until_training(site, "server-restarted")
+    site.stop_server()
+    site.start_server()
+    site.wait_for_state(run, "Completed", timeout_s=240)
+    assert_same_weights(site, "server-restarted")
+
+
+def test_worker_killed_does_not_end_the_run(site: Site) -> None:
+    run = site.run_deployment("train/train", with_name(site, "worker-killed"))
+    wait_until_training(site, "worker-killed")
+    assert site.worker is not None
+    site.worker.kill()
+    site.worker.wait()
+    site.wait_for_state(run, "Completed")
+    assert_same_weights(site, "worker-killed")
+
+
+def test_worker_and_flow_killed_then_the_schedule_finishes_what_is_left(site: Site) -> None:
+    site.start_worker()
+    site.run_deployment("train/train", with_name(site, "nightly"))
+    wait_until_training(site, "nightly", beyond="epoch-001-step-000000")
+    assert site.worker is not None
+    site.worker.kill()
+    for process in site.flow_processes():
+        process.kill()
+    site.worker.wait()
+    wait_for("the training process to die with its flow", lambda: not site.training_processes(), timeout_s=5)
+
+    site.start_worker()
+    site.prefect("deployment", "schedule", "resume", "train/nightly-epoch", schedule_id(site))
+    wait_for("the schedule to finish the plan", lambda: trained(site, "nightly")["finished"], timeout_s=400)
+    site.prefect("deployment", "schedule", "pause", "train/nightly-epoch", schedule_id(site))
+    assert_same_weights(site, "nightly")
+
+
+def schedule_id(site: Site) -> str:
+    deployment = site.call("GET", "/deployments/name/train/nightly-epoch")
+    return str(deployment["schedules"][0]["id"])
+
+
+def test_rows_were_prepared_once_in_all(site: Site) -> None:
+    tasks = site.call("POST", "/task_runs/filter", {"limit": 200, "task_runs": {"name": {"like_": "prepare"}}})
+    states = [task["state_name"] for task in tasks]
+    assert states.count("Completed") == 1
+    assert states.count("Cached") == len(states) - 1 >= 6
+
+
+def test_nothing_of_any_run_is_left(site: Site) -> None:
+    assert os.path.exists(site.home / "runs")
+    wait_for("the last flow to end", lambda: not site.flow_processes(), timeout_s=60)
+    assert site.training_processes() == []
