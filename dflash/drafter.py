@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dflash.attention import block_attention
+from dflash.attention import AttentionPlan, attention_plan, block_attention
 from dflash.rope import Rope, rotate
 
 
@@ -74,10 +74,10 @@ class Attention(nn.Module):
         key = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
         return rotate(key, angles), self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
 
-    def forward(self, block: Tensor, context: ContextState, anchor: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, block: Tensor, context: ContextState, plan: AttentionPlan, angles: Tensor) -> Tensor:
         query = rotate(self.q_norm(self.q_proj(block).unflatten(-1, (-1, self.head_dim))), angles)
         key, value = self.keys(block, angles)
-        out = block_attention(query, context.key, context.value, key, value, anchor)
+        out = block_attention(query, context.key, context.value, key, value, plan)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected
 
@@ -106,8 +106,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, block: Tensor, context: ContextState, anchor: Tensor, angles: Tensor) -> Tensor:
-        block = block + self.self_attn(self.input_layernorm(block), context, anchor, angles)
+    def forward(self, block: Tensor, context: ContextState, plan: AttentionPlan, angles: Tensor) -> Tensor:
+        block = block + self.self_attn(self.input_layernorm(block), context, plan, angles)
         out: Tensor = block + self.mlp(self.post_attention_layernorm(block))
         return out
 
@@ -139,9 +139,10 @@ class Drafter(nn.Module):
         """Final hidden states of the slots, ready for the target's head."""
         slots = torch.arange(embedded.shape[2], device=embedded.device)
         angles = self.rope(anchor[..., None] + slots)
+        plan = attention_plan(anchor, context[0].key.shape[1], embedded.shape[2])
         hidden = embedded
         for layer, state in zip(self._layers(), context, strict=True):
-            hidden = layer(hidden, state, anchor, angles)
+            hidden = layer(hidden, state, plan, angles)
         out: Tensor = self.norm(hidden)
         return out
 
