@@ -159,7 +159,8 @@ class _Run:
             run.write("train.json", result(self.opened, done, self.resumed, stages, self.pipeline.shares_cores))
             run.record("end", epoch=self.state.epoch, step=self.state.step, stopped=self.stop)
         self.ranks.wait()
-        if self.stopping.is_set() and self.state.epoch < epochs:
+        signalled = self.stopping.is_set() or (self.stop and not self._late())  # maybe another process was
+        if signalled and self.state.epoch < epochs:
             raise Interrupted
 
     def _on_step(self, pending: PendingReport) -> bool:
@@ -179,8 +180,10 @@ class _Run:
         return not self.stop
 
     def _stop_asked(self) -> bool:
-        late = self.until.time is not None and time.time() >= self.until.time
-        return late or self.stopping.is_set()
+        return self._late() or self.stopping.is_set()
+
+    def _late(self) -> bool:
+        return self.until.time is not None and time.time() >= self.until.time
 
     def _settle(self, newest: int) -> None:
         """Read all pending reports but the newest few."""

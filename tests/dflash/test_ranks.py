@@ -1,0 +1,184 @@
+"""Several processes of one run, with gloo: the same step on 1, 2 or 4 of them, deaths, and a restart with fewer."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from batches import at, new_trainer, rows, weights_of
+from safetensors.torch import load_file
+
+import dflash.trainer
+from dflash.loss import BlockLoss
+from dflash.pipeline.ranks import joined
+
+CONTEXT = multiprocessing.get_context("forkserver")
+SLOW = int(os.environ.get("KILL_ROUNDS", "5")) > 5
+
+
+def become(rank: int, size: int, port: int) -> None:
+    """What torchrun tells a process."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def on_ranks(size: int, body: Callable[..., None], *arguments: Any) -> list[Any]:
+    """What `body(ranks, put, *arguments)` puts on each of `size` processes, by rank."""
+    queue, port = CONTEXT.Queue(), free_port()
+    processes = [
+        CONTEXT.Process(target=_enter, args=(rank, size, port, body, queue, *arguments)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(queue.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    return [found[rank] for rank in range(size)]
+
+
+def _enter(rank: int, size: int, port: int, body: Callable[..., Any], queue: Any, *arguments: Any) -> None:
+    become(rank, size, port)
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        queue.put((rank, body(ranks, *arguments)))
+
+
+def one_step(ranks: Any, dtype: torch.dtype) -> list[float]:
+    """A step of four micro-batches, dealt to the ranks; the weights after it."""
+    trainer = new_trainer(ranks, dtype=dtype)
+    for seed in range(ranks.rank, 4, ranks.size):
+        trainer.accumulate(rows(1 + seed, seed=seed))
+    trainer.step(at())
+    return weights_of(trainer).tolist()
+
+
+def stubbed_step(ranks: Any, losses: list[tuple[float, int]]) -> float:
+    """A step in which each rank has the given mean loss and number of slots; the loss that it reports."""
+    trainer = new_trainer(ranks)
+    loss, slots = losses[ranks.rank]
+
+    def forward(*arguments: Any) -> BlockLoss:
+        total = trainer.drafter.fc.weight.sum() * 0 + loss * slots
+        return BlockLoss(total, torch.tensor(float(slots)), torch.zeros(4), torch.zeros(4))
+
+    dflash.trainer.forward_loss = forward
+    trainer.accumulate(rows(1))
+    return trainer.step(at()).report().loss
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_step_on_more_processes(size: int, dtype: torch.dtype, tolerance: float) -> None:
+    from dflash.pipeline.ranks import ALONE
+
+    expected = torch.tensor(one_step(ALONE, dtype))
+    found = [torch.tensor(values) for values in on_ranks(size, one_step, dtype)]
+    assert all(torch.equal(values, found[0]) for values in found), "replicas stay the same, bit for bit"
+    assert (found[0] - expected).abs().max() <= tolerance
+
+
+def test_b4_a_rank_without_supervised_tokens_spreads_no_nan() -> None:
+    assert on_ranks(2, stubbed_step, [(0.0, 0), (2.0, 3)]) == [2.0, 2.0]
+
+
+def test_h2_tokens_weigh_alike_whatever_their_rank() -> None:
+    assert on_ranks(2, stubbed_step, [(4.0, 1), (1.0, 3)]) == [1.75, 1.75]
+
+
+def start_ranks(run: Path, tokens: Path, size: int, before: Callable[[], None] | None = None) -> list[tiny.Command]:
+    port = free_port()
+    return [
+        tiny.start(["train", run, "--tokens", tokens], run / f"log-{rank}", partial(_before, rank, size, port, before))
+        for rank in range(size)
+    ]
+
+
+def _before(rank: int, size: int, port: int, more: Callable[[], None] | None) -> None:
+    become(rank, size, port)
+    if more is not None:
+        more()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, target: Path, tokens: Path) -> Path:
+    """The run on one process; its step has three micro-batches, so two ranks get unequal shares."""
+    run = tiny.make_run(
+        tmp_path_factory.mktemp("runs") / "alone", target, batches_per_step=3, checkpoint_every_steps=1, keep=99
+    )
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    return run
+
+
+def difference(left: Path, right: Path, name: str) -> float:
+    files = [run / "checkpoints" / name / "drafter.safetensors" for run in (left, right)]
+    a, b = (load_file(file) for file in files)
+    return max(float((a[key] - b[key]).abs().max()) for key in a)
+
+
+def test_two_processes_train_the_run_of_one(make_run: Callable[..., Path], tokens: Path, alone: Path) -> None:
+    run = make_run("two", batches_per_step=3, checkpoint_every_steps=1, keep=99)
+    assert [command.wait() for command in start_ranks(run, tokens, 2)] == [0, 0]
+    assert difference(run, alone, "epoch-000-step-000002") <= 1e-6  # the first step has rate 0
+    assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
+    both = [[json.loads(line) for line in (r / "metrics.jsonl").read_text().splitlines()] for r in (run, alone)]
+    assert [line["tokens"] for line in both[0]] == [line["tokens"] for line in both[1]], "every row once"
+
+
+def test_a_killed_rank_ends_the_other_and_one_goes_on_alone(
+    make_run: Callable[..., Path], tokens: Path, alone: Path
+) -> None:
+    run = make_run("fewer", batches_per_step=3, checkpoint_every_steps=1, keep=99)
+    first, second = start_ranks(run, tokens, 2, tiny.slow_steps)
+    tiny.wait_for(run / "checkpoints" / "epoch-000-step-000003")
+    os.kill(second.pid, signal.SIGKILL)
+    assert second.wait() == -signal.SIGKILL
+    assert first.wait(60) == 1
+    assert json.loads((run / "error.json").read_text())["type"] == "StageFailed"
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
+
+
+def test_a_signal_to_one_rank_stops_both_at_one_step(make_run: Callable[..., Path], tokens: Path) -> None:
+    run = make_run("stopped", batches_per_step=3, epochs=8, checkpoint_every_steps=2)
+    commands = start_ranks(run, tokens, 2, tiny.slow_steps)
+    tiny.wait_for(run / "checkpoints" / "epoch-000-step-000004")
+    os.kill(commands[1].pid, signal.SIGTERM)
+    assert [command.wait() for command in commands] == [75, 75]
+    assert not json.loads((run / "train.json").read_text())["finished"]
+
+
+def test_reused_features_are_refused_with_several_processes(make_run: Callable[..., Path], tokens: Path) -> None:
+    run = make_run("reuse", features="reuse")
+    assert 2 in [command.wait() for command in start_ranks(run, tokens, 2)]
+    assert "training.features=stream" in (run / "error.json").read_text()
+
+
+@pytest.mark.skipif(not SLOW, reason="make test-kill: four processes that import torch")
+def test_two_torchrun_nodes_then_one(make_run: Callable[..., Path], tokens: Path, alone: Path) -> None:
+    run = make_run("nodes", batches_per_step=3, checkpoint_every_steps=1, keep=99)
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    nodes = [
+        subprocess.Popen([*command, f"--node-rank={n}", "-m", "dflash", "train", run, "--tokens", tokens])
+        for n in (0, 1)
+    ]
+    assert [node.wait(200) for node in nodes] == [0, 0]
+    assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
