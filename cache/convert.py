@@ -25,7 +25,9 @@ NO_GROUP = "none"
 class Tokenises(Protocol):
     """What `cache.chat.ChatTokenizer` does for the writer."""
 
-    def tokenise(self, batch: pa.RecordBatch, columns: Columns, first_row: int, source: str) -> Tokenised: ...
+    def tokenise(
+        self, batch: pa.RecordBatch, columns: Columns, first_row: int, source: str, *, lines: bool = False
+    ) -> Tokenised: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class Converter:
         for start, stop in zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True):
             batch = chunk.batch.slice(start, stop - start)
             place = chunk.place
-            made = self.chat.tokenise(batch, self.layout.columns(), place.first_row + start, place.file)
+            made = self.chat.tokenise(
+                batch, self.layout.columns(), place.first_row + start, place.file, lines=place.lines
+            )
             self.counts.dropped.update(made.dropped)
             parts.append((start, made))
         tokens = [made.tokens for _, made in parts]

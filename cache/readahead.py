@@ -6,6 +6,7 @@ bytes in front are asked for early, and those behind are let go of; they stay in
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 AHEAD = 1 << 26  # bytes asked for in front of what is being read
+BEHIND = 1 << 25  # bytes that stay mapped behind it
 UNIT = 1 << 22  # bytes asked for at once, each unit once
 
 
@@ -24,6 +26,7 @@ class MappedFile:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.buffer = pa.py_buffer(self._map)
+        self._used: deque[tuple[int, int]] = deque()
         self._asked = np.zeros(-(-len(self._map) // UNIT), dtype=bool)
 
     def __enter__(self) -> "MappedFile":
@@ -50,9 +53,10 @@ class MappedFile:
                     self._map.madvise(mmap.MADV_WILLNEED, unit * UNIT, size)
 
     def done(self, used: Sequence[tuple[int, int]]) -> None:
-        """Let go of whole pages that were used; reading them again only costs a fault."""
-        for low, high in used:
-            begin, end = self._range(low, high)
+        """Let go of whole pages that were used some time ago: a writer may still read the last ones."""
+        self._used.extend(self._range(low, high) for low, high in used)
+        while sum(end - begin for begin, end in self._used) > BEHIND:
+            begin, end = self._used.popleft()
             first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
             size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
             if size > 0:

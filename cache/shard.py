@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +24,8 @@ from numpy import ndarray
 from cache.manifest import INNER_CHUNK
 
 PIECE = 1 << 16  # elements that are checked, narrowed and hashed while they are in the processor's cache
+PASS_BYTES = 1 << 20  # handed over at once where nothing is copied: still in the cache when it is written
+MOST_PASSED = 8
 BLOCK = 4096  # what O_DIRECT wants offsets, sizes and addresses to be multiples of
 
 
@@ -67,7 +70,11 @@ class IdOutOfRange(Exception):
 
 
 class ShardFile:
-    """Writes one array's file front to back through a double buffer: one half is filled while the other is written."""
+    """Writes one array's file front to back while it is being made; `submit` starts a write in another thread.
+
+    Direct writes want aligned memory: values are copied into a double buffer, one half of which is filled while the
+    other is written. Through the page cache, values that need no narrowing are written from where they lie.
+    """
 
     def __init__(
         self, path: Path, dtype: str | np.dtype[Any], *, submit: Submit, buffer_bytes: int, direct: bool = True
@@ -76,61 +83,44 @@ class ShardFile:
         self.size = 0  # elements written so far
         self._dtype = np.dtype(dtype)
         self._submit = submit
-        self._fd = _open(path, direct)
-        self._buffers = [_aligned(buffer_bytes), _aligned(buffer_bytes)]
-        self._pending: list[Pending | None] = [None, None]
+        self._fd, self._direct = _open(path, direct)
+        self._halves = [_aligned(buffer_bytes), _aligned(buffer_bytes)]
+        self._using: list[Pending | None] = [None, None]  # the write that still reads a half
+        self._passed: deque[Pending] = deque()  # writes of values where they lie
         self._half, self._fill, self._position = 0, 0, 0
         self._digest = xxhash.xxh3_64()
 
     def write(self, values: Shaped[ndarray, "n"], limit: int | None = None) -> None:
         """Append values, narrowed to the file's dtype; each must be in 0..limit-1 where a limit is given."""
-        unsigned = values.view(f"u{values.dtype.itemsize}") if values.dtype.kind in "iu" else values
         bound = _bound(values.dtype, limit)
-        itemsize = self._dtype.itemsize
-        done = 0
-        while done < values.size:
-            room = (self._buffers[0].size - self._fill) // itemsize
-            piece = unsigned[done : done + min(PIECE, room)]
-            if bound is not None and int(piece.max()) >= bound:
-                wrong = done + int(np.argmax(piece >= bound))
-                raise IdOutOfRange(wrong, int(values[wrong]))
-            end = self._fill + piece.size * itemsize
-            target = self._buffers[self._half][self._fill : end]
-            np.copyto(target.view(self._dtype), piece, casting="unsafe")
-            self._digest.update(target.data)
-            self._fill = end
-            done += piece.size
-            if end == self._buffers[0].size:
-                self._flush()
+        unsigned = values.view(f"u{values.dtype.itemsize}")
+        if not self._direct and unsigned.dtype.itemsize == self._dtype.itemsize and values.nbytes >= PASS_BYTES:
+            self._pass(unsigned, bound)
+        else:
+            self._copy(unsigned, bound)
         self.size += values.size
 
     def close(self, *, durable: bool = True) -> tuple[int, str]:
         """Pad the last inner chunk, append the index, wait for the disk; returns the file's size and checksum."""
-        inner, itemsize = inner_chunk(self.size), self._dtype.itemsize
-        padding = -(-max(1, self.size) // inner) * inner - self.size
-        index = shard_index(self.size, itemsize)
-        size = self.size
-        zeros = np.zeros(min(padding, PIECE), dtype=self._dtype)
-        while padding:
-            self.write(zeros[: min(padding, PIECE)])
-            padding -= min(padding, PIECE)
-        self._append(np.frombuffer(index, dtype=np.uint8))
-        total = self._position + self._fill
+        size, itemsize = self.size, self._dtype.itemsize
+        padding = -size % inner_chunk(size) if size else 1
+        self._copy(np.zeros(padding, dtype=self._dtype), None)
+        self._append(np.frombuffer(shard_index(size, itemsize), dtype=np.uint8))
         self._flush()
-        for pending in self._pending:
+        for pending in (*self._using, *self._passed):
             if pending is not None:
                 pending.result()
-        os.ftruncate(self._fd, total)  # the last direct write was padded to whole blocks
+        os.ftruncate(self._fd, self._position)  # the last direct write was padded to whole blocks
         if durable:
             os.fsync(self._fd)
         os.close(self._fd)
         self._fd = -1
-        assert total == shard_bytes(size, itemsize)
-        return total, self._digest.hexdigest()
+        assert self._position == shard_bytes(size, itemsize)
+        return self._position, self._digest.hexdigest()
 
     def abandon(self) -> None:
         """Let go of the file after a failure; what it holds is worth nothing."""
-        for pending in self._pending:
+        for pending in (*self._using, *self._passed):
             with contextlib.suppress(Exception):  # the failure that led here is being raised already
                 if pending is not None:
                     pending.result()
@@ -138,31 +128,67 @@ class ShardFile:
             os.close(self._fd)
             self._fd = -1
 
+    def _copy(self, unsigned: Shaped[ndarray, "n"], bound: int | None) -> None:
+        """Check, narrow and hash piece by piece, while a piece is in the processor's cache."""
+        itemsize, done = self._dtype.itemsize, 0
+        while done < unsigned.size:
+            room = (self._halves[0].size - self._fill) // itemsize
+            piece = unsigned[done : done + min(PIECE, room)]
+            _check(piece, bound, done)
+            end = self._fill + piece.size * itemsize
+            target = self._halves[self._half][self._fill : end]
+            np.copyto(target.view(self._dtype), piece, casting="unsafe")
+            self._digest.update(target.data)
+            self._fill = end
+            done += piece.size
+            if end == self._halves[0].size:
+                self._flush()
+
+    def _pass(self, unsigned: Shaped[ndarray, "n"], bound: int | None) -> None:
+        """Check and hash, and have it written from where it lies; holds the values until that is done."""
+        self._flush()
+        step = PASS_BYTES // unsigned.itemsize
+        for begin in range(0, unsigned.size, step):
+            part = unsigned[begin : begin + step]
+            for done in range(0, part.size, PIECE):
+                piece = part[done : done + PIECE]
+                _check(piece, bound, begin + done)
+                self._digest.update(piece.data)
+            if len(self._passed) == MOST_PASSED:
+                self._passed.popleft().result()
+            self._passed.append(self._submit(_write_all, self._fd, part.view(np.uint8), self._position))
+            self._position += part.nbytes
+
     def _append(self, raw: UInt8[ndarray, "n"]) -> None:
         while raw.size:
-            room = self._buffers[0].size - self._fill
-            part = raw[:room]
-            self._buffers[self._half][self._fill : self._fill + part.size] = part
+            part = raw[: self._halves[0].size - self._fill]
+            self._halves[self._half][self._fill : self._fill + part.size] = part
             self._digest.update(part.data)
             self._fill += part.size
-            raw = raw[room:]
-            if self._fill == self._buffers[0].size:
+            raw = raw[part.size :]
+            if self._fill == self._halves[0].size:
                 self._flush()
 
     def _flush(self) -> None:
-        """Hand the filled half to the writer thread and go on with the other, once that one has been written."""
+        """Have the filled half written, and go on with the other once nothing reads it any more."""
         if not self._fill:
             return
-        whole = -(-self._fill // BLOCK) * BLOCK
-        half = self._buffers[self._half]
-        half[self._fill : whole] = 0
-        self._pending[self._half] = self._submit(_write_all, self._fd, half[:whole], self._position)
-        self._position += self._fill
+        half, fill = self._halves[self._half], self._fill
+        whole = -(-fill // BLOCK) * BLOCK if self._direct else fill  # only the last direct write is not full
+        half[fill:whole] = 0
+        self._using[self._half] = self._submit(_write_all, self._fd, half[:whole], self._position)
+        self._position += fill
         self._half, self._fill = 1 - self._half, 0
-        other = self._pending[self._half]
+        other = self._using[self._half]
         if other is not None:
             other.result()
-            self._pending[self._half] = None
+
+
+def _check(piece: Shaped[ndarray, "n"], bound: int | None, position: int) -> None:
+    if bound is not None and int(piece.max()) >= bound:
+        wrong = int(np.argmax(piece >= bound))
+        signed = piece.view(f"i{piece.itemsize}")[wrong]  # -1 is what people look for, not 4294967295
+        raise IdOutOfRange(position + wrong, int(signed))
 
 
 def _bound(dtype: np.dtype[Any], limit: int | None) -> int | None:
@@ -172,16 +198,17 @@ def _bound(dtype: np.dtype[Any], limit: int | None) -> int | None:
     return min(limit, 1 << (8 * dtype.itemsize - 1)) if dtype.kind == "i" else limit
 
 
-def _open(path: Path, direct: bool) -> int:
+def _open(path: Path, direct: bool) -> tuple[int, bool]:
+    """A new file, and whether it takes direct writes."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if direct:
         try:
-            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644), hasattr(os, "O_DIRECT")
         except OSError as error:  # tmpfs and some network file systems have no direct writes
             if error.errno != errno.EINVAL:
                 raise
             path.unlink(missing_ok=True)  # Linux makes the file before it refuses the flag
-    return os.open(path, flags, 0o644)
+    return os.open(path, flags, 0o644), False
 
 
 def _write_all(fd: int, data: UInt8[ndarray, "n"], position: int) -> None:

@@ -25,7 +25,7 @@ from cache.jsonl import conversation_batch, first_object, read_lines, schema_of,
 from cache.lists import Place
 from cache.readahead import MappedFile
 
-CHUNK_TOKENS = 1 << 21  # tokens of a chunk; a longer row is its own chunk
+CHUNK_TOKENS = 1 << 22  # tokens of a chunk; a longer row is its own chunk
 CHUNK_ROWS = 1 << 14
 CONVERSATIONS = 256  # rows of a chunk of conversations
 TAKE_BYTES = 1 << 24  # of rows that are put in the order of a mapping at once

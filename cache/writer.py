@@ -1,6 +1,6 @@
 """Rows → token cache: one pass over the source, durable writes, and a commit that a reader sees whole or not at all.
 
-The main thread reads a chunk, applies the rules and fills buffers; one writer thread puts full buffers on the disk
+The main thread reads a chunk, applies the rules and fills buffers; writer threads put full buffers on the disk
 meanwhile. Nothing of the source is held beyond a chunk.
 """
 
@@ -26,6 +26,8 @@ from cache.manifest import LAYOUT_VERSION, Manifest, dtype_for
 from cache.shard import IdOutOfRange
 from cache.source import Source, open_source
 from cache.store import TokenCache
+
+WRITERS = 2  # ids and mask are written side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def _make(
     converter = Converter(source.layout, rows, _chat(source, rows, tokenizer))
     site.temporary.mkdir(parents=True)
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="token-cache-writer") as thread:
+        with ThreadPoolExecutor(WRITERS, thread_name_prefix="token-cache-writer") as thread:
             files = ArrayFiles(site.temporary, dtype_for(vocabulary).name, submit=thread.submit)
             try:
                 write_rows(source, converter, files, vocabulary, progress)
