@@ -8,7 +8,7 @@ attention, which skips what no slot of a tile sees.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class AttentionPlan:
 def attention_plan(anchor: Int[Tensor, "B A"], context: int, block_size: int) -> AttentionPlan:
     """The plan for blocks of `block_size` slots at ascending anchors, over a context of `context` positions."""
     if anchor.is_cuda:
-        return AttentionPlan((), _compiled(create_block_mask)(**flex_mask(anchor, context, block_size)))
+        rule, shape = flex_mask(anchor, context, block_size)
+        return AttentionPlan((), _compiled(create_block_mask)(rule, **shape))
     step = max(1, _GROUP_SLOTS // block_size)
     rows = []
     for positions in anchor.tolist():
@@ -68,10 +69,13 @@ def block_attention(
     """
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    tensors = [t.to(dtype) for t in (query, context_key, context_value, block_key, block_value)]
+    query, context_key, context_value, block_key, block_value = (
+        t.to(dtype) for t in (query, context_key, context_value, block_key, block_value)
+    )
     if plan.block_mask is not None:
-        return flex_block_attention(*tensors, plan.block_mask, _compiled(flex_attention))
-    out: Tensor = _Grouped.apply(*tensors, plan)  # type: ignore[no-untyped-call]
+        attend = partial(_compiled(flex_attention), block_mask=plan.block_mask)
+        return flex_block_attention(query, context_key, context_value, block_key, block_value, attend)
+    out: Tensor = _Grouped.apply(query, context_key, context_value, block_key, block_value, plan)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -82,7 +86,9 @@ def visible(anchor: Int[Tensor, " A"], context: int, block_size: int) -> Bool[Te
     return torch.cat([before, block[:, None] == block[None, :]], dim=1)
 
 
-def flex_mask(anchor: Int[Tensor, "B A"], context: int, block_size: int) -> dict[str, Any]:
+def flex_mask(
+    anchor: Int[Tensor, "B A"], context: int, block_size: int
+) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """The mask as flex attention's `create_block_mask` takes it: a rule, and over how many rows and columns."""
 
     def rule(b: Tensor, h: Tensor, slot: Tensor, column: Tensor) -> Tensor:
@@ -91,8 +97,8 @@ def flex_mask(anchor: Int[Tensor, "B A"], context: int, block_size: int) -> dict
         return before | ((column >= context) & ((column - context) // block_size == block))
 
     slots = anchor.shape[1] * block_size
-    shape = {"B": anchor.shape[0], "H": None, "Q_LEN": slots, "KV_LEN": context + slots}
-    return {"mask_mod": rule, "device": anchor.device, **shape}
+    shape = {"B": anchor.shape[0], "H": None, "Q_LEN": slots, "KV_LEN": context + slots, "device": anchor.device}
+    return rule, shape
 
 
 def flex_block_attention(
@@ -101,14 +107,13 @@ def flex_block_attention(
     context_value: Tensor,
     block_key: Tensor,
     block_value: Tensor,
-    block_mask: Any,
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    """`block_attention` by flex attention."""
+    """`block_attention` by `attend`, flex attention with the block mask of `flex_mask`."""
     key = torch.cat([context_key, block_key.flatten(1, 2)], dim=1).transpose(1, 2)
     value = torch.cat([context_value, block_value.flatten(1, 2)], dim=1).transpose(1, 2)
     slots = query.flatten(1, 2).transpose(1, 2)
-    out = attend(slots, key, value, block_mask=block_mask, enable_gqa=query.shape[3] != block_key.shape[3])
+    out = attend(slots, key, value, enable_gqa=query.shape[3] != block_key.shape[3])
     return out.transpose(1, 2).reshape(query.shape)
 
 
@@ -146,7 +151,7 @@ class _Grouped(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx, upstream):  # type: ignore[no-untyped-def]
         *tensors, out = ctx.saved_tensors
         query_grad = torch.empty_like(out)
@@ -165,8 +170,8 @@ class _Grouped(torch.autograd.Function):
                 grad.sub_((down * value).sum(-1, keepdim=True)).mul_(weights)
                 context_value_grad[b, :, :c].baddbmm_(weights[..., :c].transpose(1, 2), down)
                 context_key_grad[b, :, :c].baddbmm_(grad[..., :c].transpose(1, 2), part.query)
-                block_value_grad[b, :, blocks] = (weights[..., c:].transpose(1, 2) @ down).unflatten(1, part.shape)
-                block_key_grad[b, :, blocks] = (grad[..., c:].transpose(1, 2) @ part.query).unflatten(1, part.shape)
+                block_value_grad[b, :, blocks] = (weights[..., c:].mT @ down).view(part.as_blocks)
+                block_key_grad[b, :, blocks] = (grad[..., c:].mT @ part.query).view(part.as_blocks)
                 query = grad[..., :c] @ part.context_key
                 query.baddbmm_(grad[..., c:], part.block_key)
                 _put(query_grad[b, blocks], query.mul_(out.shape[-1] ** -0.5))
@@ -186,6 +191,11 @@ class _Part:
     block_value: Float[Tensor, "G blocks*K D"]
     shape: tuple[int, int]  # blocks, K
     group: Group
+
+    @property
+    def as_blocks(self) -> tuple[int, ...]:
+        """Shape of `block_key` with its blocks apart."""
+        return (self.block_key.shape[0], *self.shape, self.block_key.shape[2])
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...], b: int, group: Group) -> "_Part":
@@ -212,7 +222,7 @@ class _Part:
     def softmax(self, scratch: Tensor) -> Tensor:
         """Attention weights of the group's slots over its columns, in `scratch`."""
         scores = self.products(self.query, self.context_key, self.block_key, scratch)
-        by_block = scores.unflatten(1, (-1, *self.shape))
+        by_block = scores.view(scores.shape[0], -1, *self.shape, scores.shape[2])
         by_block[..., self.group.shared :] += self.group.bias.to(scores.dtype)
         torch.softmax(scores, -1, out=scores)
         return scores
@@ -227,7 +237,9 @@ def _scratch(like: Tensor, plan: AttentionPlan) -> Tensor:
 
 def _by_key_head(x: Tensor, key_heads: int) -> Tensor:
     """`[blocks, K, Q, D]` → `[G, Q/G · blocks · K, D]`: the query heads of a key head one after another."""
-    return x.flatten(0, 1).unflatten(1, (key_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    blocks, slots, heads, width = x.shape
+    grouped = x.reshape(blocks * slots, key_heads, heads // key_heads, width).permute(1, 2, 0, 3)
+    return grouped.reshape(key_heads, -1, width)
 
 
 def _put(out: Tensor, x: Tensor) -> None:
