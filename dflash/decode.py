@@ -142,7 +142,7 @@ def stream(
         )
         for row, slots in zip(rows, logits_by_row, strict=True):
             # A row near its end is checked only as far as it may go.
-            row.proposal = sampling.propose(slots, row.dice).first(row.room)
+            row.proposal = sampling.propose(slots[: row.room], row.dice)
         width = max(len(row.proposal.tokens) for row in rows)
         padded = [[row.last, *row.proposal.tokens] + [0] * (width - len(row.proposal.tokens)) for row in rows]
         logits, features = cache.extend(torch.tensor(padded, device=target.device))

@@ -49,10 +49,6 @@ class Proposal:
     tokens: tuple[int, ...]
     law: Float[Tensor, "n V"] | None
 
-    def first(self, count: int) -> "Proposal":
-        """The first `count` drafts."""
-        return Proposal(self.tokens[:count], None if self.law is None else self.law[:count])
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

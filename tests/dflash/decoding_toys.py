@@ -1,6 +1,7 @@
 """Tiny random targets and drafters for tests of decoding, evaluation and export: built in milliseconds, exact in float64."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from dflash.drafter import Drafter
 from dflash.init import new_drafter
 from dflash.loss import Head
 from dflash.target import Target, drafter_shape
+from dflash.trainer import embed_blocks
 
 VOCABULARY, MASK, STOP = 24, 3, 2
 
@@ -52,11 +54,12 @@ def toy(
     block_size: int = 4,
     model: PreTrainedModel | None = None,
     init: str = "target",
+    mask: int = MASK,
 ) -> Toy:
     """A target and a drafter that guesses right about as often as not: copied from the target's last layers."""
     torch.manual_seed(seed)
     model = (model or llama()).to(dtype)
-    config = DrafterConfig(layers=2, block_size=block_size, taps=[0, 2], mask_token_id=MASK, init=init)
+    config = DrafterConfig(layers=2, block_size=block_size, taps=[0, 2], mask_token_id=mask, init=init)
     shape = drafter_shape(config, model.config.get_text_config(decoder=True))
     target = Target(model, shape.taps)
     drafter = new_drafter(shape, config, target, seed).to(dtype).eval()
@@ -67,3 +70,31 @@ def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
     """Random prompts of ordinary tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+@cache
+def taught(block_size: int = 4) -> Toy:
+    """A toy whose drafter has learned the target's greedy text: it accepts anything from no draft to a whole block."""
+    made = toy(3, block_size=block_size)
+    rows = torch.stack([greedy(made.target, prompt, 40) for prompt in prompts(6, 6, seed=5)])
+    features = made.target.features(rows)
+    anchors = torch.arange(6, 46 - block_size).expand(len(rows), -1)
+    labels = torch.stack([rows[:, 6 + k : 46 - block_size + k] for k in range(block_size)], dim=-1)
+    embedding, head = made.ends
+    embedded = embed_blocks(embedding, labels[..., 0], block_size, MASK)
+    optimizer = torch.optim.Adam(made.drafter.parameters(), lr=4e-3)
+    for _ in range(30):
+        logits = head.logits(made.drafter(features, embedded, anchors)[:, :, 1:])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits.flatten(0, 2), labels[:, :, 1:].flatten()).backward()
+        optimizer.step()
+    return made
+
+
+def greedy(target: Target, prompt: Tensor, count: int) -> Tensor:
+    """A prompt and the target's greedy text behind it, the slow and obvious way: no cache, one token at a time."""
+    ids = prompt
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, target.model(ids[None]).logits[0, -1].argmax(-1, keepdim=True)])
+    return ids
