@@ -23,6 +23,7 @@ from dflash.loss import BlockLoss
 from dflash.pipeline.ranks import joined
 
 CONTEXT = multiprocessing.get_context("forkserver")
+SETTINGS = {"batches_per_step": 3, "checkpoint_every_steps": 1, "keep": 99}
 SLOW = int(os.environ.get("KILL_ROUNDS", "5")) > 5
 
 
@@ -39,7 +40,7 @@ def free_port() -> int:
 
 
 def on_ranks(size: int, body: Callable[..., None], *arguments: Any) -> list[Any]:
-    """What `body(ranks, put, *arguments)` puts on each of `size` processes, by rank."""
+    """What `body(ranks, *arguments)` returns on each of `size` processes, by rank."""
     queue, port = CONTEXT.Queue(), free_port()
     processes = [
         CONTEXT.Process(target=_enter, args=(rank, size, port, body, queue, *arguments)) for rank in range(size)
@@ -119,9 +120,7 @@ def _before(rank: int, size: int, port: int, more: Callable[[], None] | None) ->
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, target: Path, tokens: Path) -> Path:
     """The run on one process; its step has three micro-batches, so two ranks get unequal shares."""
-    run = tiny.make_run(
-        tmp_path_factory.mktemp("runs") / "alone", target, batches_per_step=3, checkpoint_every_steps=1, keep=99
-    )
+    run = tiny.make_run(tmp_path_factory.mktemp("runs") / "alone", target, **SETTINGS)
     tiny.run(["train", run, "--tokens", tokens], run / "log")
     return run
 
@@ -133,7 +132,7 @@ def difference(left: Path, right: Path, name: str) -> float:
 
 
 def test_two_processes_train_the_run_of_one(make_run: Callable[..., Path], tokens: Path, alone: Path) -> None:
-    run = make_run("two", batches_per_step=3, checkpoint_every_steps=1, keep=99)
+    run = make_run("two", **SETTINGS)
     assert [command.wait() for command in start_ranks(run, tokens, 2)] == [0, 0]
     assert difference(run, alone, "epoch-000-step-000002") <= 1e-6  # the first step has rate 0
     assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
@@ -144,7 +143,7 @@ def test_two_processes_train_the_run_of_one(make_run: Callable[..., Path], token
 def test_a_killed_rank_ends_the_other_and_one_goes_on_alone(
     make_run: Callable[..., Path], tokens: Path, alone: Path
 ) -> None:
-    run = make_run("fewer", batches_per_step=3, checkpoint_every_steps=1, keep=99)
+    run = make_run("fewer", **SETTINGS)
     first, second = start_ranks(run, tokens, 2, tiny.slow_steps)
     tiny.wait_for(run / "checkpoints" / "epoch-000-step-000003")
     os.kill(second.pid, signal.SIGKILL)
@@ -172,7 +171,7 @@ def test_reused_features_are_refused_with_several_processes(make_run: Callable[.
 
 @pytest.mark.skipif(not SLOW, reason="make test-kill: four processes that import torch")
 def test_two_torchrun_nodes_then_one(make_run: Callable[..., Path], tokens: Path, alone: Path) -> None:
-    run = make_run("nodes", batches_per_step=3, checkpoint_every_steps=1, keep=99)
+    run = make_run("nodes", **SETTINGS)
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
