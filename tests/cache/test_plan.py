@@ -91,6 +91,11 @@ def test_a_longer_row_is_its_own_batch() -> None:
     assert sorted(batch.tolist() for batch in (made.batch(0), made.batch(1))) == [[0, 2], [1]] or made.num_batches == 3
 
 
+def test_E12_rows_that_do_not_fill_a_batch_still_share_one() -> None:
+    made = plan(np.full(4, 4, dtype=np.int64), tokens=9)
+    assert [made.batch(index).size for index in range(made.num_batches)] == [2, 2]
+
+
 def test_no_rows_no_batches() -> None:
     made = plan(np.empty(0, dtype=np.int64))
     assert made.num_batches == 0

@@ -80,7 +80,7 @@ def test_A23_last_run_of_each_row(rows: list[list[int]], gap: int) -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 7))
-def test_windows_cover_every_token_once(lengths: list[int], size: int) -> None:
+def test_E7_windows_cover_every_token_once(lengths: list[int], size: int) -> None:
     row, inside, length = windows(np.array(lengths, dtype=np.int64), size)
     found = list(zip(row.tolist(), inside.tolist(), length.tolist(), strict=True))
     expected = [

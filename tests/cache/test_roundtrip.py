@@ -5,6 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -81,11 +82,14 @@ def expected_of(
     return [k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept], +dropped
 
 
-def write(table: pa.Table, form: str, directory: Path) -> tuple[Any, str]:
+def write(table: pa.Table, form: str, directory: Path, order: list[int]) -> tuple[Any, str]:
     """Put the table where a build reads it: in memory, or in a file of some format."""
     path = directory / "rows.data"
     if form == "memory":
         return table, "in memory"
+    if form == "mapping":
+        indices = pa.table({"indices": pa.array(order, pa.uint64())})
+        return SimpleNamespace(data=SimpleNamespace(table=table), _indices=indices), "in memory"
     if form == "parquet":
         pa.parquet.write_table(table, path, row_group_size=3)
     else:
@@ -99,24 +103,28 @@ def write(table: pa.Table, form: str, directory: Path) -> tuple[Any, str]:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sources(),
-    st.sampled_from(["memory", "stream", "file", "compressed file", "parquet"]),
+    st.sampled_from(["memory", "mapping", "stream", "file", "compressed file", "parquet"]),
     st.integers(2, 9),
     st.sampled_from(["truncate", "drop", "split"]),
+    st.data(),
 )
 def test_what_arrow_holds_is_what_the_view_shows(
-    source: tuple[pa.Table, list[Row], list[Row]], form: str, max_tokens: int, overflow: str
+    source: tuple[pa.Table, list[Row], list[Row]], form: str, max_tokens: int, overflow: str, data: st.DataObject
 ) -> None:
     table, rows, masks = source
+    order = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=12)) if rows and form == "mapping" else []
+    if form == "mapping":
+        rows, masks = [rows[index] for index in order], [masks[index] for index in order]
     expected_rows, expected_masks, numbers, dropped = expected_of(rows, masks, max_tokens, overflow)
     directory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     try:
-        data, path = write(table, form, directory)
+        given, path = write(table, form, directory, order)
         config = RowsConfig(
             source=path, vocabulary=VOCABULARY, max_tokens=max_tokens, overflow=overflow, max_dropped=1.0
         )
         if not expected_rows:
             return  # refused; another test says how
-        cache = TokenCache.open(build(config, home=directory, tokenizer=None, vocabulary=None, data=data))
+        cache = TokenCache.open(build(config, home=directory, tokenizer=None, vocabulary=None, data=given))
         cache.verify()
         assert rows_of(cache) == expected_rows
         assert masks_of(cache) == expected_masks
