@@ -87,7 +87,9 @@ class EvaluationConfig(_Model):
 class ExportConfig(_Model):
     """Parameters of export (`export` in the tree)."""
 
-    layouts: list[Literal["dflash"]] = Field(["dflash"], description="served layouts to write", min_length=1)
+    layouts: list[Literal["dflash", "speculators"]] = Field(
+        ["dflash"], description="served layouts to write: as the public checkpoints, or for speculators", min_length=1
+    )
     path: str | None = Field(None, description="directory to write to; None: export/ in the run directory")
 
 

@@ -1,22 +1,28 @@
-"""One checkpoint → the layout that servers load: config.json and model.safetensors of a `DFlashDraftModel`.
+"""One checkpoint → the layouts that servers load: config.json and model.safetensors of a `DFlashDraftModel`.
 
-Nothing appears under the final name before a fresh process has loaded it and its logits are the trainer's.
+Nothing appears under a final name before the gate has passed: a fresh process loads what was written and gets the
+trainer's logits, no tensor and no config key can be missing unnoticed, and every tensor has a part in the logits.
 """
 
+import copy
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from dflash import checkpoint
-from dflash.drafter import Drafter, DrafterShape
-from dflash.errors import CheckpointCorrupt, ConfigMismatch
+from dflash.drafter import Drafter
+from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.files import durable_directory, write_json
+from dflash.layouts import Json, TargetFacts, check_config, check_tensors, layout_config, read_drafter
+from dflash.layouts import load_exported as load_exported  # `python -m dflash probe` asks here
 from dflash.loss import Head
 from dflash.run import Progress, RunDirectory
 from dflash.target import Target, drafter_shape, text_config
@@ -26,127 +32,73 @@ TOLERANCE = 1e-5  # float32 logits, the same weights in two processes
 
 
 def export(path: Path) -> None:
-    """Write RUN/export/dflash/ (or export.path/dflash) from the newest checkpoint, and export.json.
+    """Write the newest checkpoint as RUN/export/LAYOUT/ (or export.path/LAYOUT), and export.json.
 
-    Raises CheckpointCorrupt without a checkpoint or when what was written does not give the trainer's logits.
+    Raises CheckpointCorrupt without a checkpoint or when what was written does not pass the gate, TargetMismatch for a
+    layout that cannot serve this target.
     """
     run = RunDirectory(path)
     config = run.config()
     found = checkpoint.newest(run.checkpoints)
     if found is None:
         raise CheckpointCorrupt(f"{run.checkpoints} holds no checkpoint. Train the run first.")
-    target = text_config(config.target)
-    shape = drafter_shape(config.drafter, target)
+    target_config = text_config(config.target)
+    shape = drafter_shape(config.drafter, target_config)
     base = Path(config.export.path) if config.export.path else path / "export"
-    progress = Progress(run, "export", 3, "parts")
+    layouts = list(dict.fromkeys(config.export.layouts))
+    progress = Progress(run, "export", 2 * len(layouts), "parts")
     drafter = load_drafter(shape, found).eval()
     cpu = torch.device("cpu")
-    _, head = Target.load(config.target.model_copy(update={"dtype": "float32"}), shape.taps, cpu).ends(cpu)
-    final = base / "dflash"
-    with durable_directory(final) as partial:
-        save_file({k: v.contiguous() for k, v in drafter.state_dict().items()}, partial / "model.safetensors")
-        write_json(partial / "config.json", layout_config(shape, target))
-        progress.advance("written")
-        difference = _gate(drafter, head, partial)
-        progress.advance("loaded back")
-    size = sum(file.stat().st_size for file in final.iterdir())
-    value = {
-        "path": str(final),
-        "layout": "dflash",
-        "checkpoint": str(found.path),
-        "max_logit_difference": difference,
-        "tensors": len(drafter.state_dict()),
-        "size_bytes": size,
-    }
-    run.write("export.json", value)
-    progress.advance("done")
+    embedding, head = Target.load(config.target, shape.taps, cpu).ends(cpu)
+    facts = target_facts(config.target.model, target_config)
+    written = {}
+    for layout in layouts:
+        if layout == "speculators":
+            refuse_other_ends(embedding, head)
+        final = base / layout
+        with durable_directory(final) as partial:
+            write_layout(partial, drafter, layout_config(layout, shape, facts))
+            progress.advance(f"{layout} written")
+            difference = gate(drafter, head, partial)
+        progress.advance(f"{layout} loaded back")
+        written[layout] = {
+            "path": str(final),
+            "max_logit_difference": difference,
+            "tensors": len(drafter.state_dict()),
+            "size_bytes": sum(file.stat().st_size for file in final.iterdir()),
+        }
+    first = layouts[0]
+    run.write("export.json", {**written[first], "layout": first, "checkpoint": str(found.path), "layouts": written})
 
 
-def layout_config(shape: DrafterShape, target: Any) -> dict[str, Any]:
-    """config.json as the public checkpoints have it; theta stands where older and newer readers look."""
-    rope = dict(shape.rope_parameters)
-    theta = rope.pop("rope_theta")
-    scaling = None if rope.get("rope_type", "default") == "default" else rope
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": shape.block_size,
-        "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.taps)},
-        "num_target_layers": shape.num_target_layers,
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rope_parameters": shape.rope_parameters,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "is_causal": False,
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": shape.num_layers,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": False,
-        "bos_token_id": getattr(target, "bos_token_id", None),
-        "eos_token_id": getattr(target, "eos_token_id", None),
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "dtype": "float32",
-    }
+def target_facts(name: str, config: PreTrainedConfig) -> TargetFacts:
+    """What the layouts say of the target."""
+    return TargetFacts(
+        name=name,
+        architectures=list(getattr(config, "architectures", None) or []),
+        bos_token_id=getattr(config, "bos_token_id", None),
+        eos_token_id=getattr(config, "eos_token_id", None),
+    )
 
 
-def load_exported(directory: Path) -> Drafter:
-    """A drafter from the served layout alone, as a server reads it.
-
-    Raises ConfigMismatch for a missing key or contradicting values, CheckpointCorrupt for missing or extra tensors.
-    """
-    value = json.loads((directory / "config.json").read_text())
-    try:
-        block = value["dflash_config"]
-        shape = DrafterShape(
-            hidden_size=value["hidden_size"],
-            intermediate_size=value["intermediate_size"],
-            num_heads=value["num_attention_heads"],
-            num_key_value_heads=value["num_key_value_heads"],
-            head_dim=value["head_dim"],
-            num_layers=value["num_hidden_layers"],
-            block_size=value["block_size"],
-            taps=tuple(block["target_layer_ids"]),
-            num_target_layers=value["num_target_layers"],
-            vocab_size=value["vocab_size"],
-            mask_token_id=block["mask_token_id"],
-            rms_norm_eps=value["rms_norm_eps"],
-            max_position_embeddings=value["max_position_embeddings"],
-            rope_parameters=_rope(value),
+def refuse_other_ends(embedding: nn.Module, head: Head) -> None:
+    """Raise TargetMismatch where `speculators`, which reads the two weights alone, would compute something else."""
+    ids = torch.arange(min(16, head.weight.shape[0]))
+    weight = embedding.get_parameter("weight")
+    if head.bias is not None or not torch.equal(embedding(ids), weight[ids]):
+        raise TargetMismatch(
+            "export.layouts: speculators takes the target's embedding and head as bare weights; this target's "
+            f"{'head has a bias' if head.bias is not None else 'embedding is scaled'}, so its drafts would be others. "
+            "Export the dflash layout only."
         )
-    except KeyError as error:
-        raise ConfigMismatch(f"{directory / 'config.json'} has no {error}. It is not a whole DFlash config.") from error
-    drafter = Drafter(shape)
-    tensors = load_file(directory / "model.safetensors")
-    missing, extra = drafter.state_dict().keys() - tensors.keys(), tensors.keys() - drafter.state_dict().keys()
-    if missing or extra:
-        raise CheckpointCorrupt(
-            f"{directory / 'model.safetensors'}: missing {sorted(missing)}, unexpected {sorted(extra)}."
-        )
-    drafter.load_state_dict(tensors)
-    return drafter.eval()
 
 
-def _rope(value: dict[str, Any]) -> dict[str, Any]:
-    """Positions from where older readers look; where newer ones look must say the same."""
-    rope = {"rope_type": "default", **(value["rope_scaling"] or {}), "rope_theta": value["rope_theta"]}
-    if "rope_parameters" in value and dict(value["rope_parameters"]) != rope:
-        raise ConfigMismatch(
-            f"rope_parameters {value['rope_parameters']} contradict rope_theta and rope_scaling {rope}."
-        )
-    return rope
+def write_layout(directory: Path, drafter: Drafter, config: Json) -> None:
+    """model.safetensors and config.json of one layout."""
+    # A view or a transposed tensor is a good weight but no good file.
+    tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", config)
 
 
 def probe(drafter: Drafter) -> Tensor:
@@ -155,23 +107,67 @@ def probe(drafter: Drafter) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, 24, len(shape.taps) * shape.hidden_size, generator=generator)
     embedded = torch.randn(1, 3, shape.block_size, shape.hidden_size, generator=generator)
-    with torch.no_grad():
-        hidden: Tensor = drafter(features, embedded, torch.tensor([[3, 11, 24]]))
+    hidden: Tensor = drafter(features, embedded, torch.tensor([[3, 11, 24]]))
     return hidden
 
 
-def _gate(drafter: Drafter, head: Head, directory: Path) -> float:
-    """Largest difference of logits between the trainer's drafter and what a fresh process loads from `directory`."""
+def gate(drafter: Drafter, head: Head, directory: Path) -> float:
+    """Largest difference of logits between the trainer's drafter and what a fresh process loads from `directory`.
+
+    Raises CheckpointCorrupt when there is one, or when something in the directory could be lost without notice.
+    """
     out = directory / "probe.safetensors"
     command = [sys.executable, "-m", "dflash", "probe", str(directory), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CheckpointCorrupt(f"a fresh process could not load the exported drafter: {done.stderr[-2000:]}")
-    difference = float((head.logits(load_file(out)["hidden"]) - head.logits(probe(drafter))).abs().max())
+    head = replace(head, weight=head.weight.float(), bias=None if head.bias is None else head.bias.float())
+    with torch.no_grad():
+        difference = float((head.logits(load_file(out)["hidden"]) - head.logits(probe(drafter))).abs().max())
     out.unlink()
     if not difference <= TOLERANCE:
         raise CheckpointCorrupt(
             f"the exported drafter differs from the trainer's by {difference:.2e}, expected at most {TOLERANCE:.0e}. "
             "Nothing was exported."
         )
+    refuse_silent_losses(
+        json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    )
     return difference
+
+
+def refuse_silent_losses(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Raise CheckpointCorrupt when a config key or a tensor can be removed unnoticed, or a tensor is never used."""
+    loaded = read_drafter(config, tensors)
+    unnoticed = []
+    for path in _key_paths(config):
+        lacking = copy.deepcopy(config)
+        place = lacking
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+        if _is_read(lacking, tensors):
+            unnoticed.append(".".join(path))
+    unnoticed += [name for name in tensors if _is_read(config, {k: v for k, v in tensors.items() if k != name})]
+    probe(loaded).square().sum().backward()  # type: ignore[no-untyped-call]
+    unused = [name for name, p in loaded.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    if unnoticed or unused:
+        raise CheckpointCorrupt(
+            f"the exported drafter would load without {unnoticed}, and does not use {unused}; expected neither. "
+            "Nothing was exported."
+        )
+
+
+def _key_paths(config: Json, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from _key_paths(value, (*before, key))
+
+
+def _is_read(config: Json, tensors: dict[str, Tensor]) -> bool:
+    try:
+        check_tensors(check_config(config), tensors)
+    except (CheckpointCorrupt, ConfigMismatch):
+        return False
+    return True

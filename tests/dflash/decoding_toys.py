@@ -1,4 +1,4 @@
-"""Tiny random targets and drafters for tests of decoding, evaluation and export: built in milliseconds, exact in float64."""
+"""Tiny random targets and drafters for tests of decoding, evaluation and export: made in milliseconds, float64."""
 
 from dataclasses import dataclass
 from functools import cache

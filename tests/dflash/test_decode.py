@@ -1,6 +1,5 @@
-"""Speculative decoding gives the target's own text, however many drafts are accepted; ids are those of practice cases."""
+"""Speculative decoding gives the target's own text, however many drafts are accepted; ids are practice cases."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,9 @@ SOME = (6, 2, 9, 1, 13)
 
 def together(one: Toy, limits: Limits, *lengths: int, seed: int = 0, sampling: Sampling = GREEDY) -> list[Decoded]:
     asked = prompts(*lengths, seed=seed)
-    return speculate(one.target, one.drafter, one.ends, asked, limits, sampling, seeded(7, len(asked), one.target.device))
+    return speculate(
+        one.target, one.drafter, one.ends, asked, limits, sampling, seeded(7, len(asked), one.target.device)
+    )
 
 
 def alone(one: Toy, limits: Limits, *lengths: int, seed: int = 0, sampling: Sampling = GREEDY) -> list[Decoded]:
@@ -36,7 +37,7 @@ def answers(decoded: list[Decoded]) -> list[Any]:
 
 
 @pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RowCache]]:
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[RowCache]:
     """The caches that decoding makes while a test runs."""
     made: list[RowCache] = []
 
@@ -46,7 +47,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RowCache]]:
             made.append(self)
 
     monkeypatch.setattr(dflash.decode, "RowCache", Kept)
-    yield made
+    return made
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 7])

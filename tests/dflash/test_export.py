@@ -1,0 +1,181 @@
+"""Export: a fresh process loads the trainer's drafter, to the bit, or nothing is written; ids are practice cases."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decoding_toys import Toy, llama, toy
+from safetensors.torch import load_file
+from torch import nn
+
+import dflash.export
+from dflash import checkpoint
+from dflash.checkpoint import State
+from dflash.errors import CheckpointCorrupt, TargetMismatch
+from dflash.export import export, gate, probe, refuse_other_ends, refuse_silent_losses, target_facts, write_layout
+from dflash.layouts import layout_config, load_exported
+from dflash.loss import Head
+
+
+@pytest.fixture
+def one() -> Toy:
+    return toy(dtype=torch.float32)
+
+
+def config_of(one: Toy, layout: Any = "dflash") -> dict[str, Any]:
+    return layout_config(layout, one.drafter.shape, target_facts("some/target", one.target.model.config))
+
+
+@pytest.fixture
+def run(tmp_path: Path, one: Toy) -> Path:
+    """A run of one checkpoint, of a drafter for a target on disk."""
+    one.target.model.save_pretrained(tmp_path / "target")
+    path = tmp_path / "run"
+    path.mkdir()
+    shape = one.drafter.shape
+    tree = {
+        "target": {"model": str(tmp_path / "target"), "dtype": "float32"},
+        "drafter": {"layers": 2, "block_size": 4, "taps": list(shape.taps), "mask_token_id": shape.mask_token_id},
+        "export": {"layouts": ["dflash", "speculators"]},
+    }
+    (path / "config.json").write_text(json.dumps(tree))
+    state = State(epoch=1, step=0, steps_total=3, settings={}, threads=1)
+    checkpoint.save(path / "checkpoints", state, dict(one.drafter.state_dict()), {})
+    return path
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None] = lambda directory: None) -> None:
+    """The gate's child without its start-up of seconds; `change` may damage what was written before it is loaded."""
+
+    class Done:
+        returncode, stderr = 0, ""
+
+    def load(command: list[str], **_: Any) -> Done:
+        from safetensors.torch import save_file
+
+        change(Path(command[-2]))
+        with torch.no_grad():
+            save_file({"hidden": probe(load_exported(Path(command[-2])))}, command[-1])
+        return Done()
+
+    monkeypatch.setattr(dflash.export.subprocess, "run", load)
+
+
+def test_k10_both_layouts_are_reloaded_in_a_fresh_process(run: Path, one: Toy) -> None:
+    export(run)
+    said = json.loads((run / "export.json").read_text())
+    assert said["layout"] == "dflash"
+    assert said["max_logit_difference"] == 0.0
+    assert list(said["layouts"]) == ["dflash", "speculators"]
+    for layout, facts in said["layouts"].items():
+        directory = run / "export" / layout
+        assert facts["path"] == str(directory)
+        assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors"]
+        assert facts["size_bytes"] == sum(file.stat().st_size for file in directory.iterdir())
+        tensors = load_file(directory / "model.safetensors")
+        assert tensors.keys() == one.drafter.state_dict().keys()
+        assert all(torch.equal(tensors[name], value) for name, value in one.drafter.state_dict().items())
+        assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+        with torch.no_grad():
+            assert torch.equal(probe(load_exported(directory)), probe(one.drafter))
+
+
+def test_nothing_is_left_under_the_final_name_when_the_gate_fails(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(directory: Path) -> None:
+        from safetensors.torch import save_file
+
+        tensors = load_file(directory / "model.safetensors")
+        tensors["layers.1.self_attn.v_proj.weight"] = tensors["layers.1.self_attn.v_proj.weight"] * 1.01
+        save_file(tensors, directory / "model.safetensors")
+
+    in_this_process(monkeypatch, damage)
+    with pytest.raises(CheckpointCorrupt, match=r"differs from the trainer's by .* Nothing was exported"):
+        export(run)
+    assert not list((run / "export").iterdir())
+    assert not (run / "export.json").exists()
+
+
+def test_a_fresh_process_that_cannot_load_is_an_error(
+    tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_layout(tmp_path, one.drafter, config_of(one))
+    failed = SimpleNamespace(returncode=2, stderr="no such layer")
+    monkeypatch.setattr(dflash.export.subprocess, "run", lambda command, **_: failed)
+    with pytest.raises(CheckpointCorrupt, match=r"fresh process could not load .*no such layer"):
+        gate(one.drafter, one.ends[1], tmp_path)
+
+
+def test_k10_a_value_beyond_fp16_survives(tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    with torch.no_grad():
+        one.drafter.hidden_norm.weight[0] = 99840.0  # exact in bfloat16, infinite in float16
+    write_layout(tmp_path, one.drafter, config_of(one))
+    gate(one.drafter, one.ends[1], tmp_path)
+    assert float(load_file(tmp_path / "model.safetensors")["hidden_norm.weight"][0]) == 99840.0
+
+
+def test_l10_a_transposed_weight_is_made_contiguous(tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    weight = one.drafter.fc.weight
+    one.drafter.fc.weight = nn.Parameter(weight.detach().t().contiguous().t())
+    assert not one.drafter.fc.weight.is_contiguous()
+    write_layout(tmp_path, one.drafter, config_of(one))
+    assert gate(one.drafter, one.ends[1], tmp_path) == 0.0
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["fc.weight"], weight)
+
+
+def test_j11_every_tensor_moves_the_logits(one: Toy) -> None:
+    head = one.ends[1]
+    with torch.no_grad():
+        before = head.logits(probe(one.drafter))
+        for name, parameter in one.drafter.named_parameters():
+            parameter += 1
+            assert float((head.logits(probe(one.drafter)) - before).abs().max()) > 1e-3, name
+            parameter -= 1
+
+
+def test_j11_a_tensor_without_a_part_in_the_logits_is_not_exported(one: Toy) -> None:
+    tensors = {name: value.clone() for name, value in one.drafter.state_dict().items()}
+    refuse_silent_losses(config_of(one), tensors)
+    for name in tensors:
+        if name.startswith("layers.1.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name].zero_()
+    with pytest.raises(CheckpointCorrupt, match=r"does not use \[.*layers.1.mlp.gate_proj.weight"):
+        refuse_silent_losses(config_of(one), tensors)
+
+
+def test_the_gate_notices_a_reader_that_forgives(one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If reading stopped checking keys or tensors, nothing could be exported any more."""
+    tensors = dict(one.drafter.state_dict())
+    monkeypatch.setattr(dflash.export, "check_config", lambda config: one.drafter.shape)
+    with pytest.raises(CheckpointCorrupt, match=r"would load without \['architectures'"):
+        refuse_silent_losses(config_of(one), tensors)
+    monkeypatch.undo()
+    monkeypatch.setattr(dflash.export, "check_tensors", lambda shape, tensors: None)
+    with pytest.raises(CheckpointCorrupt, match=r"would load without \['fc.weight'"):
+        refuse_silent_losses(config_of(one), tensors)
+
+
+def test_speculators_layout_is_refused_where_bare_weights_are_not_the_targets_ends(one: Toy) -> None:
+    embedding, head = one.ends
+    refuse_other_ends(embedding, head)
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * 2
+
+    with pytest.raises(TargetMismatch, match="embedding is scaled"):
+        refuse_other_ends(Scaled(24, 32), head)
+    with pytest.raises(TargetMismatch, match="head has a bias"):
+        refuse_other_ends(embedding, Head(head.weight, torch.zeros(24)))
+
+
+def test_k8_a_tied_targets_head_is_its_embedding() -> None:
+    one = toy(dtype=torch.float32, model=llama(tie_word_embeddings=True))
+    hidden = torch.randn(2, 32)
+    expected = hidden @ one.target.model.get_input_embeddings().weight.T
+    torch.testing.assert_close(one.ends[1].logits(hidden), expected)
