@@ -182,7 +182,7 @@ class AnswerFinder:
 
 def _document(conversation: Conversation, text: str, spans: list[Span]) -> Document:
     pieces = [text]
-    if BREAK in text:
+    if conversation.is_broken:
         spans = [(start - text.count(BREAK, 0, start), end - text.count(BREAK, 0, end)) for start, end in spans]
         pieces = [piece for piece in text.split(BREAK) if piece]
     return Document(conversation.index, conversation.messages, conversation.tools, pieces, spans, conversation.finished)

@@ -106,6 +106,7 @@ class ChatTokenizer:
             conversation,
             messages=self._control.broken(conversation.messages),
             tools=self._control.broken(conversation.tools),
+            is_broken=True,
         )
 
     def _supervised(self, documents: list[Document], encoded: Encoded, place: Place) -> Ragged:

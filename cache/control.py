@@ -32,6 +32,8 @@ class ControlText:
     def broken(self, value: Any) -> Any:
         """The same messages (or tools) with each such text broken between its first two characters."""
         if isinstance(value, str):
+            if BREAK in value:
+                raise Refused("noncharacter_beside_control_token")
             while (text := self._pattern.sub(_broken, value)) != value:  # one may hold another
                 value = text
             return value

@@ -30,6 +30,7 @@ class Conversation:
     tools: list[Message] | None
     finished: bool  # False: a limit cut the last answer, so it has no end of turn
     split_text: str
+    is_broken: bool = False  # whether text that reads like a control token was broken in it
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ def read_conversations(
 ) -> list[Conversation]:
     """The conversations of a batch that the rules keep, in order."""
     kept: list[Conversation] = []
-    rows = raw_rows(batch, columns, place.file)
+    rows = raw_rows(batch, columns, place.file, are_json=place.lines)
     tools = values_of(batch, "tools")
     finished = values_of(batch, "finished")
     for index, raw in enumerate(rows):
@@ -78,7 +79,9 @@ def read_conversations(
 
 def messages_of(raw: Any, noted: Counter[str]) -> list[Message]:
     """One row's value, from JSON text or from Arrow, as messages in the standard shape."""
-    if isinstance(raw, str):
+    if isinstance(raw, _Pair):
+        raw = raw.joined(noted)
+    elif isinstance(raw, str):
         raw = _decoded(raw, noted)
     if raw is None:
         raise Refused("empty")
@@ -113,8 +116,30 @@ def _answers(
     return assistant[-1], tuple(answers if supervise == "all" else answers[-1:])
 
 
-def raw_rows(batch: pa.RecordBatch | pa.Table, columns: Columns, source: str) -> Iterable[Any]:
-    """Each row's conversation as the file has it: JSON text, or a list of messages."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A prompt and its completion, each as text or as messages; from a file of lines, each as JSON text."""
+
+    prompt: Any
+    completion: Any
+    are_json: bool
+
+    def joined(self, noted: Counter[str]) -> list[Any] | None:
+        parts: list[Any] = []
+        for role, part in (("user", self.prompt), ("assistant", self.completion)):
+            value = _decoded(part, noted) if self.are_json and isinstance(part, str) else part
+            if value is None:
+                return None
+            if not isinstance(value, str | list):
+                raise SchemaError(f"a prompt or completion is a {type(value).__name__}, expected text or messages")
+            parts += [{"role": role, "content": value}] if isinstance(value, str) else value
+        return parts
+
+
+def raw_rows(
+    batch: pa.RecordBatch | pa.Table, columns: Columns, source: str, *, are_json: bool = False
+) -> Iterable[Any]:
+    """Each row's conversation as the file has it, for `messages_of`. `are_json`: prompts and completions are JSON."""
     names = batch.schema.names
     wanted = (columns.messages,) if columns.messages else MESSAGES
     column = next((name for name in wanted if name in names), None)
@@ -122,20 +147,12 @@ def raw_rows(batch: pa.RecordBatch | pa.Table, columns: Columns, source: str) ->
         return _conversations(batch.column(column))
     for prompt, completion in PAIRS:
         if prompt in names and completion in names and not columns.messages:
-            return map(_pair, _conversations(batch.column(prompt)), _conversations(batch.column(completion)))
+            pairs = zip(_conversations(batch.column(prompt)), _conversations(batch.column(completion)), strict=True)
+            return [_Pair(*pair, are_json=are_json) for pair in pairs]
     raise BadRow(
         f"{source} has the columns {', '.join(names)}; expected conversations in {' or '.join(wanted)}, or prompt and"
         " completion. Name the column in rows.columns.messages."
     )
-
-
-def _pair(prompt: Any, completion: Any) -> list[Any] | None:
-    """A prompt and its completion, each as text or as messages, as one conversation."""
-    if prompt is None or completion is None:
-        return None
-    opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    return [*opening, *answer]
 
 
 def _conversations(column: pa.Array | pa.ChunkedArray) -> list[Any]:

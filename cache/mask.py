@@ -52,7 +52,7 @@ def supervise(encoded: Encoded, answers: Answers, is_stop: Bool[ndarray, "V"]) -
 
 
 def _inside(size: int, start: Int64[ndarray, "n"], end: Int64[ndarray, "n"]) -> Bool[ndarray, "T"]:
-    """Which positions lie in `start[i]..end[i]` for some i: +1 where one begins, −1 where it ends, and the running sum."""
+    """Positions in any of `start[i]..end[i]`: +1 where one begins, −1 where it ends, and the running sum."""
     edges = np.zeros(size + 1, dtype=np.int8)
     np.add.at(edges, start, 1)
     np.subtract.at(edges, end, 1)

@@ -6,7 +6,9 @@ that the text is the text that serving sees; `cache.chat` compares the two on a 
 
 import json
 import re
+import secrets
 from datetime import date
+from itertools import accumulate
 from typing import Any
 
 import jinja2
@@ -18,9 +20,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cache.errors import CacheError
 from cache.message import Message, Refused
 
-# Unicode keeps these two for a program's own use, so no text may hold them; they survive any filter of a template.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-_MARK = re.compile(f"[{OPEN}{CLOSE}]")
+# Marks around an answer; nobody can type them, since they are others in every process.
+_SECRET = f"\ufdd0{secrets.token_hex(8)}"
+_OPEN, _CLOSE = f"{_SECRET}[", f"{_SECRET}]"
+_MARK = re.compile(rf"{_SECRET}([\[\]])")
 
 Span = tuple[int, int]
 
@@ -30,7 +33,7 @@ class BadTemplate(CacheError):
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: puts marks around the block where `mark_generation` is set."""
+    """`{% generation %}…{% endgeneration %}`: puts marks around the block."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own protocol
 
@@ -40,7 +43,7 @@ class _Generation(Extension):
         return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller: Any) -> str:
-        return f"{OPEN}{caller()}{CLOSE}"
+        return f"{_OPEN}{caller()}{_CLOSE}"
 
 
 class Template:
@@ -74,14 +77,12 @@ class Template:
 
     def render_marked(self, messages: list[Message], tools: list[Message] | None) -> tuple[str, list[Span]]:
         """The text of these messages and the spans of its `{% generation %}` blocks."""
-        pieces = _MARK.split(marked := self._rendered(messages, tools, False))
-        marks = _MARK.findall(marked)
-        if marks != [OPEN, CLOSE] * (len(marks) // 2):
-            raise Refused("noncharacter")
-        ends = [0]
-        for piece in pieces:
-            ends.append(ends[-1] + len(piece))
-        return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
+        parts = _MARK.split(self._rendered(messages, tools, False))
+        pieces, sides = parts[::2], parts[1::2]
+        if sides != ["[", "]"] * (len(sides) // 2):
+            raise BadTemplate(f"{self.name}: generation blocks inside each other. Take one of them out.")
+        ends = list(accumulate(map(len, pieces)))
+        return "".join(pieces), list(zip(ends[:-1:2], ends[1::2], strict=True))
 
     @property
     def for_serving(self) -> str:

@@ -3,7 +3,7 @@
 from typing import Any
 
 QWEN3 = r"""
-{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
+{%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}
 {%- set found = namespace(query=messages | length - 1, open=true) %}
 {%- for m in messages[::-1] %}
     {%- if found.open and m.role == 'user' %}
@@ -76,8 +76,8 @@ CHANNELS = r"""
             {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
         {%- endif %}
         {%- if m.tool_calls %}
-            {{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary<|message|>' }}
-            {{- (m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}
+            {{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name }}
+            {{- '<|channel|>commentary<|message|>' + (m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}
         {%- else %}
             {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
             {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}

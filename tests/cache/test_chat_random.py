@@ -119,7 +119,7 @@ def expected(style: Style, conversation: list[dict[str, str]], is_finished: bool
     return [[run] for run in runs] if style.rewrites([*opened, *answers]) else [runs]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(styles | marking, conversations, st.booleans())
 def test_supervised_runs_are_the_answers_and_their_ends_of_turn(style, conversation, is_finished):
     roles = [message["role"] for message in conversation]

@@ -36,6 +36,12 @@ C0 = [
 C0_IDS = [U, *b"hi", E, A, *b"ok", E, U, *b"go", E, A, *b"no", E]
 C0_MASK = [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
 
+CALLS = (
+    "{% for m in messages %}{{ '[A]' if m.role == 'assistant' else '[U]' }}{{ m.content }}"
+    "{% for c in m.tool_calls %}<{{ c.id }} {{ c.type }} {{ c.function.name }} {{ c.function.arguments | tojson }}>"
+    "{% endfor %}[E]{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+)
+
 
 def byte_letters() -> dict[int, str]:
     """The letter by which byte-level vocabularies write each byte, by byte."""
@@ -118,3 +124,13 @@ def supervised_runs(chat: ChatTokenizer, made: Tokenised) -> list[list[str]]:
                 run = []
         runs.append(found)
     return runs
+
+
+def said(roles: str) -> list[dict[str, str]]:
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": names[role], "content": f"{role}{i}"} for i, role in enumerate(roles)]
+
+
+def calling(**call) -> list[dict]:
+    given = {"function": {"name": "f", "arguments": {"a": 1}}} | call
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [given]}]
