@@ -1,7 +1,13 @@
-# make demo    trains a small drafter here, from rows to report      make check   format, lint, types, import contracts
-# make test    runs the tests                                        make bench   runs the benchmarks
-# make test-kill  kills 30 training runs at random, and one of two torchrun nodes
-# make setup   makes .venv; demo and test do it themselves           make clean   removes .venv and build output, not var/
+# make demo         trains a small drafter here, from rows to report
+# make test         runs the tests
+# make test-e2e     runs deployments on a server and worker of their own, and kills them
+# make test-ui      looks at a run in a real browser (needs chromium)
+# make test-kill    kills 30 training runs at random, and one of two torchrun nodes
+# make check        format, lint, types, import contracts
+# make bench        runs the benchmarks
+# make setup        makes .venv; the targets above do it themselves
+# make setup-bench  adds the peers that benchmarks compare with
+# make clean        removes .venv and build output, not var/
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -10,7 +16,7 @@ BIN := $(VENV)/bin
 export DFLASH_HOME ?= $(CURDIR)/var
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test test-kill check bench clean
+.PHONY: help setup setup-bench demo test test-e2e test-ui test-kill check bench clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -28,6 +34,12 @@ demo: setup
 test: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+test-e2e: setup
+	@$(BIN)/python -m pytest -m e2e tests/e2e
+
+test-ui: setup
+	@DFLASH_SCREENSHOTS=1 $(BIN)/python -m pytest -m ui tests/e2e
+
 test-kill: setup
 	@OMP_NUM_THREADS=1 KILL_ROUNDS=30 $(BIN)/python -m pytest -s tests/dflash/test_kill.py tests/dflash/test_ranks.py
 
@@ -38,7 +50,7 @@ check: setup
 	$(BIN)/lint-imports
 
 bench: setup-bench
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,6 +4,7 @@ A call to the server takes 20 to 40 ms and may block for half a minute while the
 ever waited for while a stage runs; an error is logged and the run goes on.
 """
 
+import base64
 import contextvars
 import functools
 import logging
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from uuid import UUID
 
 from prefect.artifacts import (
+    create_image_artifact,
     create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
@@ -64,6 +66,12 @@ class Reporter:
     def table(self, what: str, rows: list[dict[str, object]], description: str) -> None:
         key = self._key(what)
         self._post(lambda: create_table_artifact(table=rows, key=key, description=description))
+
+    def image(self, what: str, svg: str, description: str) -> None:
+        """The image travels in its own address: there is no other place that a browser could load it from."""
+        key = self._key(what)
+        url = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+        self._post(lambda: create_image_artifact(image_url=url, key=key, description=description))
 
     def close(self) -> None:
         """Sends what is left; gives up on a server that does not answer."""

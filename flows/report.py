@@ -1,7 +1,7 @@
 """Tables and texts made from results, for the terminal and for Prefect's pages. Pure: results in, rows of text out."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cache.manifest import Manifest
 from flows.progress import duration
@@ -89,25 +89,44 @@ def tau_table(evaluation: Tree) -> list[Row]:
         {"what": f"τ {when} training", "value": f"{tau[when]['value']:.3f} ± {tau[when]['se']:.3f}"}
         for when in ("before", "after")
     ]
-    rows += [{"what": f"τ, domain {name}", "value": _number(value)} for name, value in _groups(evaluation)]
     rows += [
-        {"what": f"accepted at slot {slot}", "value": f"{float(share):.1%}"}
-        for slot, share in enumerate(evaluation.get("accepted_by_slot", []), start=1)
+        {"what": f"τ, domain {name}", "value": f"{group['value']:.3f} ± {group['se']:.3f}, {group['rows']} rows"}
+        for name, group in evaluation.get("by_group", {}).items()
+    ]
+    rows += [
+        {"what": f"drafts accepted at slot {slot}", "value": f"{float(share):.1%}"}
+        for slot, share in enumerate(evaluation["accepted_by_slot"]["after"], start=1)
     ]
     return rows
 
 
-def _groups(evaluation: Tree) -> list[tuple[str, Any]]:
-    return list(evaluation.get("by_group", {}).items())
+def curve_svg(lines: list[Tree], width: int = 640, height: int = 240) -> str:
+    """The loss over the steps, as an SVG image; lines are those of metrics.jsonl."""
+    losses = [float(line["loss"]) for line in lines if line.get("loss") is not None]
+    if len(losses) < 2:
+        return ""
+    top, low = max(losses), min(losses)
+    scale = (height - 40) / (top - low or 1.0)
+    points = " ".join(
+        f"{50 + i * (width - 60) / (len(losses) - 1):.1f},{20 + (top - loss) * scale:.1f}"
+        for i, loss in enumerate(losses)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f'<text x="5" y="24">{top:.2f}</text><text x="5" y="{height - 16}">{low:.2f}</text>'
+        f'<text x="{width // 2 - 60}" y="{height - 4}">loss, {len(losses)} windows of steps</text>'
+        f'<polyline points="{points}" fill="none" stroke="#2563eb" stroke-width="2"/></svg>'
+    )
 
 
-def _number(value: Any) -> str:
-    """A domain's τ, whether it stands alone or among other facts of the domain."""
-    if isinstance(value, dict):
-        value = value.get("value", value.get("tau", value.get("after")))
-    if isinstance(value, dict):
-        value = value.get("value")
-    return f"{float(value):.3f}" if isinstance(value, int | float) else str(value)
+def report_markdown(rows: dict[str, str], samples: list[Tree]) -> str:
+    """The table that ends a run, and decoded text in which the drafter's accepted tokens are bold."""
+    table = "\n".join(f"| {what} | {value.replace('|', '/')} |" for what, value in rows.items())
+    decoded = "\n\n".join(
+        "> " + "".join(_marked(run["text"], bool(run["accepted"])) for run in sample["runs"]) for sample in samples[:1]
+    )
+    return f"| | |\n|---|---|\n{table}\n\n**A decoded sample**, accepted drafts in bold\n\n{decoded}\n"
 
 
 def stage_seconds(seconds: dict[str, float]) -> str:

@@ -33,6 +33,16 @@ def read_json(path: Path) -> Tree | None:
     return content
 
 
+def read_lines(path: Path) -> list[Tree]:
+    """The lines of a JSONL file, as far as they are whole: a killed process may leave a half last one."""
+    if not path.is_file():
+        return []
+    lines: list[Tree] = []
+    with contextlib.suppress(json.JSONDecodeError), path.open() as stream:
+        lines += map(json.loads, stream)
+    return lines
+
+
 def write_json(path: Path, content: Tree) -> None:
     """Atomic: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)

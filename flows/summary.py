@@ -6,9 +6,10 @@ from typing import Any
 from rich.table import Table
 
 from cache.store import TokenCache
+from flows.artifacts import reporting
 from flows.config import Parameters
 from flows.progress import console
-from flows.report import busy_by_stage, stage_seconds
+from flows.report import busy_by_stage, report_markdown, stage_seconds
 from flows.run import Tree, read_json, seconds_by_stage, write_json
 
 
@@ -16,6 +17,9 @@ def summarise(parameters: Parameters, tokens: Path) -> Tree:
     """Writes summary.json, prints the table, and returns what both say."""
     summary = summary_of(parameters, tokens)
     write_json(parameters.run_directory / "summary.json", summary)
+    with reporting(parameters.name, "report") as reporter:
+        samples = _result(parameters.run_directory, "evaluation").get("samples", [])
+        reporter.markdown("report", report_markdown(_lines(summary), samples), f"report of {parameters.name}")
     console.print(summary_table(summary))
     for note in notes(summary):
         console.print(note)

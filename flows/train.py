@@ -19,8 +19,8 @@ from flows.keys import is_hopeless, train_fingerprint
 from flows.limits import Limits, fix_limits
 from flows.naming import train_run_name
 from flows.prepare import prepare_run
-from flows.report import pipeline_table
-from flows.run import Tree, epochs_done, is_finished, mark_finished, proposed_config, read_json
+from flows.report import curve_svg, pipeline_table
+from flows.run import Tree, epochs_done, is_finished, mark_finished, proposed_config, read_json, read_lines
 from flows.stage import watch_stage
 
 logger = logging.getLogger("flows.train")
@@ -112,6 +112,8 @@ def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
     assert trained is not None, "a training that succeeded leaves train.json"
     with reporting(parameters.name, "train") as reporter:
         reporter.table("pipeline", pipeline_table(trained), str(trained.get("bottleneck", "")))
+        if curve := curve_svg(read_lines(run / "metrics.jsonl")):
+            reporter.image("loss", curve, f"loss of {parameters.name}")
     return trained
 
 
