@@ -38,7 +38,8 @@ def _copy_target(drafter: Drafter, target: Target) -> None:
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:] = torch.eye(hidden)
     sources = decoder_layers(target.model)[-drafter.shape.num_layers :]
-    activation = target.model.config.get_text_config(decoder=True).hidden_act
+    config = target.model.config.get_text_config(decoder=True)
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation not in ("silu", "swish"):
         raise _unlike(f"the target's layers use {activation}, the drafter's silu")
     for layer, source in zip(drafter.layers, sources, strict=True):
@@ -66,13 +67,16 @@ def _copy_layer(layer: nn.Module, source: nn.Module) -> None:
 
 
 def _norm_weight(norm: nn.Module, width: int) -> Tensor:
-    """The weight as a plain RMSNorm has it: some norms multiply by 1 + weight."""
-    weight = norm.get_parameter("weight")
-    ones = torch.ones(width, dtype=weight.dtype, device=weight.device)
-    scaled: Tensor = norm(1e3 * ones)  # the RMS of it is 1e3: what comes out is the factor of each channel
-    if not scaled.any():
-        raise _unlike("the target's norms take the mean away, the drafter's do not")
-    return scaled.to(torch.float32)
+    """The weight as a plain RMSNorm has it, read from what the norm does: some multiply by 1 + weight."""
+    parameter = norm.get_parameter("weight")
+    # Inputs so large that no eps is seen; the first one's RMS is 1, so what comes out is the factor of each channel.
+    constant = torch.full((width,), 1e3, dtype=parameter.dtype, device=parameter.device)
+    slanted = constant * torch.linspace(-1, 2, width, dtype=parameter.dtype, device=parameter.device)
+    weight: Tensor = norm(constant).float()
+    expected = slanted.float() / slanted.float().square().mean().sqrt() * weight
+    if not torch.allclose(norm(slanted).float(), expected, rtol=0.02, atol=0.02):  # bfloat16 rounds to 2⁻⁸
+        raise _unlike("the target's norms are no RMSNorms, the drafter's are")
+    return weight
 
 
 def _unlike(why: str) -> ConfigMismatch:
