@@ -82,7 +82,7 @@ class _Signalled:
     """SIGTERM or SIGINT."""
 
 
-Event = _Done | _Ended | _Signalled | BaseException
+Event = list[_Done] | _Ended | _Signalled | BaseException
 
 
 class _Shared:
@@ -140,13 +140,11 @@ def _collect(running: int, events: "queue.SimpleQueue[Event]", answers: Answers,
         if isinstance(event, _Ended):
             running -= 1
             continue
-        is_answered = is_answered or bool(event.lines)
-        if not is_answered and (event.refused or "").startswith(REFUSED):
-            held.append(event)
-            if len(held) == HOPELESS:
-                break
-            continue
-        ready, held = ([*held, event], []) if is_answered else ([event], held)
+        is_answered = is_answered or any(one.lines for one in event)
+        held += event if is_answered else [one for one in event if _is_refused_by_server(one)]
+        if not is_answered and len(held) >= HOPELESS:
+            break
+        ready, held = (held, []) if is_answered else ([one for one in event if not _is_refused_by_server(one)], held)
         for one in ready:
             answers.append(one.row, one.lines, one.refused)
             tokens += sum(sum(line["loss_mask"]) for line in one.lines)
@@ -159,14 +157,18 @@ def _collect(running: int, events: "queue.SimpleQueue[Event]", answers: Answers,
         )
 
 
+def _is_refused_by_server(done: _Done) -> bool:
+    return done.refused is not None and done.refused.startswith(REFUSED)
+
+
 def _work(worker: Worker, shared: _Shared, events: "queue.SimpleQueue[Event]", stopping: threading.Event) -> None:
     """A thread: batches of conversations, each turn by turn to its end."""
     try:
         while not stopping.is_set() and (batch := shared.next()) is not None:
             while not stopping.is_set() and batch:
-                for dialogue in batch:
-                    if dialogue.request is None:
-                        events.put(_Done(dialogue.question.row, dialogue.lines(), dialogue.refused))
+                ended = [dialogue for dialogue in batch if dialogue.request is None]
+                if ended:
+                    events.put([_Done(one.question.row, one.lines(), one.refused) for one in ended])
                 batch = [dialogue for dialogue in batch if dialogue.request]
                 requests = [dialogue.request for dialogue in batch if dialogue.request]
                 for dialogue, reply in zip(batch, worker(requests) if requests else [], strict=True):

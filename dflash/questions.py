@@ -170,15 +170,17 @@ def _question(
 
 
 def _conversation(raw: Any, *, is_json: bool) -> Any:
-    """Text that is no list of messages is a prompt. Lines of JSON come as JSON; a text column may be either."""
+    """Text that is no list of messages is a prompt. Lines of JSON come as JSON; a text column may hold either."""
     if not isinstance(raw, str):
         return raw
     try:
         value = json.loads(raw)
     except ValueError:
-        value = raw
-    if isinstance(value, list) or (is_json and not isinstance(value, str)):
-        return raw  # decoded again there, where half surrogate pairs are repaired
+        value = None
+    if is_json and not isinstance(value, str):
+        return raw  # decoded again by `messages_of`, which repairs half surrogate pairs
+    if not is_json and isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return raw
     text = value if is_json else raw
     return [{"role": "user", "content": text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")}]
 

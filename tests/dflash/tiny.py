@@ -27,7 +27,7 @@ MASK_TOKEN = 60
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["dflash.training", "dflash.evaluate", "dflash.export", "dflash.check"])
+_CONTEXT.set_forkserver_preload(["dflash.training", "dflash.evaluate", "dflash.export", "dflash.check", "dflash.generate"])
 
 
 def make_target(directory: Path, layers: int = 5) -> Path:
