@@ -1,8 +1,8 @@
 """Texts → token ids and the bytes that each token stands for, in one call of the tokenizer for a whole batch.
 
 A token's place in its text follows from how many bytes each token spells: a table over the vocabulary and a running
-sum, with no list of offsets a token. Where the tokens of a batch do not spell its texts byte by byte (a normaliser
-changed them, a special token took the blanks around it), the places are the tokenizer's own offsets.
+sum, with no list of offsets a token. Where the tokens of a text do not spell it (a normaliser changed it, a special
+token took the blanks around it), the places are the tokenizer's own offsets.
 """
 
 import json
@@ -34,6 +34,7 @@ class Speller:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._widths = _widths(backend)
+        self._spells = True  # until a batch shows that these tokens mostly do not spell their texts
 
     @property
     def vocabulary(self) -> int:
@@ -44,28 +45,50 @@ class Speller:
         """Each text is given in pieces, which are tokenised apart. No special tokens are added."""
         pieces = [piece for text in texts for piece in text]
         sizes = np.fromiter((len(p) if p.isascii() else len(p.encode()) for p in pieces), np.int64, len(pieces))
-        text_start = offsets_of(sizes)
-        encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        piece_start = offsets_of(sizes)
+        encode = self._backend.encode_batch_fast if self._spells else self._backend.encode_batch
+        encodings = encode(pieces, add_special_tokens=False)
         offsets = offsets_of(np.fromiter(map(len, encodings), np.int64, len(pieces)))
         ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint32, int(offsets[-1]))
+        start, end = self._places(pieces, encodings, ids, offsets, piece_start)
+        last = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)))  # pieces → texts
+        return Encoded(ids, offsets[last], start, end, piece_start[last])
+
+    def _places(
+        self,
+        pieces: list[str],
+        encodings: list[Any],
+        ids: UInt32[ndarray, "T"],
+        offsets: Int64[ndarray, "ends"],
+        piece_start: Int64[ndarray, "ends"],
+    ) -> tuple[Int64[ndarray, "T"], Int64[ndarray, "T"]]:
+        """Start and end of each token, in bytes over all pieces."""
         width = self._widths[ids]
         end = np.cumsum(width, dtype=np.int64)
         start = end - width
-        if not np.array_equal(np.append(0, end)[offsets], text_start):
-            start, end = self._places(pieces, offsets, text_start)
-        last = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)))  # pieces → texts
-        return Encoded(ids, offsets[last], start, end, text_start[last])
-
-    def _places(
-        self, pieces: list[str], offsets: Int64[ndarray, "ends"], text_start: Int64[ndarray, "ends"]
-    ) -> tuple[Int64[ndarray, "T"], Int64[ndarray, "T"]]:
-        """Start and end of each token by the tokenizer's own offsets, which count characters."""
-        encodings = self._backend.encode_batch(pieces, add_special_tokens=False)
-        places = np.empty((int(offsets[-1]), 2), dtype=np.int64)
-        for i, (piece, encoding) in enumerate(zip(pieces, encodings, strict=True)):
+        spelled = np.diff(np.append(0, end)[offsets])
+        odd = np.flatnonzero(spelled != np.diff(piece_start)) if self._spells else np.arange(len(pieces))
+        if self._spells and self._backend.normalizer is not None:
+            odd = np.union1d(odd, [i for i, piece in enumerate(pieces) if self._is_changed(piece)]).astype(np.int64)
+        if not odd.size:
+            return start, end
+        if self._spells:
+            shift = np.repeat(piece_start[:-1] - np.append(0, end)[offsets[:-1]], np.diff(offsets))
+            start, end = start + shift, end + shift
+            encodings = self._backend.encode_batch([pieces[i] for i in odd], add_special_tokens=False)
+            self._spells = 2 * odd.size < len(pieces) or len(pieces) < 16
+        for i, encoding in zip(odd.tolist(), encodings, strict=True):
             at = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            places[offsets[i] : offsets[i + 1]] = text_start[i] + (at if piece.isascii() else byte_places(piece)[at])
-        return places[:, 0].copy(), places[:, 1].copy()
+            places = piece_start[i] + (at if pieces[i].isascii() else byte_places(pieces[i])[at])
+            start[offsets[i] : offsets[i + 1]], end[offsets[i] : offsets[i + 1]] = places[:, 0], places[:, 1]
+        return start, end
+
+    def _is_changed(self, piece: str) -> bool:
+        """Whether the normaliser changes more than blanks; where it changes ASCII text, the number of bytes shows it."""
+        return not piece.isascii() and self._backend.normalizer.normalize_str(piece).replace(BLANK, " ") != piece
+
+
+BLANK = "\u2581"  # by which vocabularies that are not byte-level write a blank
 
 
 def byte_places(text: str) -> Int64[ndarray, "places"]:
@@ -89,5 +112,5 @@ def _widths(backend: Any) -> Int64[ndarray, "V"]:
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             widths[identity] = 1
         else:
-            widths[identity] = len(token.replace("\u2581", " ").encode())
+            widths[identity] = len(token.replace(BLANK, " ").encode())
     return widths
