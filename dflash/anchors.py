@@ -52,13 +52,10 @@ def block_labels(ids: Int32[ndarray, " T"], anchor: Int64[ndarray, " A"], block_
 
 def block_counts(mask: UInt8[ndarray, " T"], anchor: Int64[ndarray, " A"], block_size: int) -> Bool[ndarray, "A K"]:
     """Which slots count: slot k ≥ 1 does while every token anchor+1 … anchor+k exists and is supervised."""
-    positions = anchor[:, None] + np.arange(block_size)
-    inside = positions < mask.size
-    supervised = inside & mask[np.minimum(positions, mask.size - 1)].astype(bool)
-    supervised[:, 0] = True
-    counts = np.logical_and.accumulate(supervised, axis=1)
-    counts[:, 0] = False
-    return counts
+    slots = np.arange(block_size)
+    ends = np.append(np.flatnonzero(mask == 0), mask.size)  # where a run of supervised tokens ends
+    left = ends[np.searchsorted(ends, anchor + 1)] - anchor  # slots before the first that does not count
+    return (slots >= 1) & (slots < left[:, None])
 
 
 def default_gamma(block_size: int) -> float:

@@ -1,0 +1,248 @@
+"""The pipeline keeps its targets busy, costs next to nothing itself, and does not grow.
+
+    python benchmarks/pipeline.py [--batches 150] [--scale 1.0] [--without-cpu]
+
+Devices are simulated at the proportions of the run behind this project: 3 targets of 480 ms and a drafter of 150 ms a
+micro-batch, log-normal (σ 0.2), 10 % of each stage's time holding the interpreter lock. Rows are as long as its
+902,087; reading them is this project's own gather. What counts begins after 20 micro-batches. Then the real stages on
+this machine's cores, on a random model of SmolLM2-135M's shape, against target and drafter alone.
+Goals: targets ≥ 98 % busy, throughput ≥ 97 % of the bottleneck's own, reads < 1 % of a target's time, overhead
+< 0.3 ms a micro-batch, flat memory, CPU wall time ≤ 1.05 × (target alone + drafter alone). Last line: JSON.
+"""
+
+import argparse
+import json
+import mmap
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+from _rows import FULL_ROWS, lengths_of  # noqa: E402
+
+from cache.gather import Buffers  # noqa: E402
+from cache.store import TokenCache  # noqa: E402
+from dflash.batch import FeatureBatch, Step  # noqa: E402
+from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig  # noqa: E402
+from dflash.pipeline.run import Pipeline  # noqa: E402
+from dflash.pipeline.work import Plan  # noqa: E402
+from dflash.trainer import PendingReport, Trainer  # noqa: E402
+
+CPU = torch.device("cpu")
+TARGETS, TARGET_S, DRAFTER_S, SIGMA, LOCKED = 3, 0.480, 0.150, 0.2, 0.1
+WARM = 20
+
+
+class Device:
+    """Works for log-normal times, a part of each in Python, the rest without the interpreter lock."""
+
+    def __init__(self, mean_s: float, seed: int) -> None:
+        self.random, self.mean_s = np.random.default_rng(seed), mean_s
+        self.device, self.nominal_s, self.count = CPU, 0.0, 0
+        self.worked: list[tuple[float, float]] = []
+
+    def work(self) -> None:
+        seconds = self.mean_s * float(self.random.lognormal(-(SIGMA**2) / 2, SIGMA)) if self.mean_s else 0.0
+        start = time.perf_counter()
+        end, locked = start + seconds, start + LOCKED * seconds
+        while time.perf_counter() < locked:
+            pass
+        if seconds:
+            time.sleep(max(0.0, end - time.perf_counter()))
+        self.nominal_s += seconds
+        self.count += 1
+        self.worked.append((start, time.perf_counter()))
+
+    def busy(self, start: float, end: float) -> float:
+        """Seconds that it worked between two times."""
+        return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.worked)
+
+
+class SimulatedTarget(Device):
+    def features(self, ids: Tensor) -> Tensor:
+        self.work()
+        return torch.zeros(1)
+
+
+class SimulatedTrainer(Device):
+    def accumulate(self, item: FeatureBatch) -> None:
+        self.work()
+
+    def step(self, at: Step) -> PendingReport:
+        return PendingReport(at, 0.0, torch.zeros(1))
+
+
+class SimulatedPipeline(Pipeline):
+    """Simulated devices share no cores."""
+
+    shares_cores = False  # type: ignore[assignment]
+
+
+def sparse_cache(directory: Path, num_rows: int) -> TokenCache:
+    """Rows of real lengths in a file of zeros: read like a cache that lies in memory, without its 7 GB."""
+    offsets = np.concatenate([[0], np.cumsum(lengths_of(num_rows))]).astype(np.int64)
+    path = directory / "ids"
+    with path.open("wb") as stream:
+        stream.truncate(int(offsets[-1]) * 4)
+    with path.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    ids = np.frombuffer(mapped, dtype=np.uint32)
+    mask = np.broadcast_to(np.uint8(1), ids.shape)
+    zeros = np.zeros(num_rows, dtype=np.uint8)
+    return TokenCache(directory, None, ids, mask, offsets, zeros, zeros, zeros, {"ids": mapped, "mask": mapped})  # type: ignore[arg-type]
+
+
+def new_plan(store: TokenCache, **training: Any) -> Plan:
+    settings = TrainingConfig(**{"epochs": 1, **training})
+    return Plan(store, RunConfig(target=TargetConfig(model="-"), drafter=DrafterConfig(), training=settings))
+
+
+def simulate(plan: Plan, batches: int, target_s: float, drafter_s: float) -> dict[str, Any]:
+    """Run so many micro-batches after the warm-up; what the stages did in that time."""
+    targets = [SimulatedTarget(target_s, seed) for seed in range(TARGETS)]
+    trainer = SimulatedTrainer(drafter_s, TARGETS)
+    pipeline = SimulatedPipeline(plan, trainer, targets)
+    seen: list[dict[str, float]] = []
+
+    def on_step(report: PendingReport) -> bool:
+        if trainer.count in (WARM, WARM + batches):
+            clocks = pipeline._clocks
+            seen.append(
+                {
+                    "wall": time.perf_counter(),
+                    "read": clocks["read"][0].busy,
+                    "nominal": sum(t.nominal_s for t in targets),
+                    "drafter": trainer.nominal_s,
+                    "done": sum(t.count for t in targets),
+                    "reads": clocks["read"][0].items,
+                }
+            )
+        return trainer.count < WARM + batches
+
+    pipeline.run(0, 0, 1, on_step)
+    window = seen[0]["wall"], seen[1]["wall"]
+    change = {name: seen[1][name] - seen[0][name] for name in seen[0]}
+    own = max(change["nominal"] / change["done"] / TARGETS, change["drafter"] / batches)  # seconds a micro-batch
+    return {
+        "targets_busy": round(statistics.mean(t.busy(*window) for t in targets) / change["wall"], 4),
+        "vs_bottleneck": round(own * batches / change["wall"], 4),
+        "read_share": round(change["read"] / change["reads"] / max(1e-9, change["nominal"] / change["done"]), 5),
+        "read_ms": round(1e3 * change["read"] / change["reads"], 3),
+        "wall_ms": 1e3 * change["wall"] / batches,
+        "stages": pipeline.stages(),
+    }
+
+
+def overhead_ms(store: TokenCache, batches: int) -> float:
+    """Milliseconds that a micro-batch takes when no stage does anything."""
+    plan = new_plan(store, tokens_per_batch=4096)
+    position, rows = next(plan.micro_batches(0, 0, 1))
+    batch = plan.make_batch(position, rows, Buffers(plan.buffer_tokens))
+    plan.make_batch = lambda *_: batch  # type: ignore[method-assign]
+    return statistics.median(simulate(plan, batches, 0.0, 0.0)["wall_ms"] for _ in range(3))
+
+
+def private_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def growth_bytes(store: TokenCache, batches: int) -> int:
+    """Growth of private memory between a fifth and the end of so many micro-batches with real reads."""
+    plan, trainer, seen = new_plan(store, tokens_per_batch=8192), SimulatedTrainer(0.0, 0), []
+    pipeline = SimulatedPipeline(plan, trainer, [SimulatedTarget(0.0, 0)])
+
+    def on_step(report: PendingReport) -> bool:
+        if trainer.count in (batches // 5, batches):
+            seen.append(private_bytes())
+        return trainer.count < batches
+
+    pipeline.run(0, 0, 1, on_step)
+    return seen[1] - seen[0]
+
+
+def on_cpu(directory: Path, batches: int, rounds: int) -> dict[str, float]:
+    """Seconds of target and drafter alone and of the pipeline, on the same micro-batches; medians of the rounds."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dflash.init import new_drafter
+    from dflash.opening import cpu_threads
+    from dflash.target import Target, drafter_shape
+
+    model = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    threads = cpu_threads()
+    torch.set_num_threads(threads)
+    settings = DrafterConfig(layers=2, block_size=8, taps=3, mask_token_id=16)
+    target = Target(LlamaForCausalLM(model), (1, 14, 27))
+    drafter = new_drafter(drafter_shape(settings, model), settings, target, seed=0)
+    training = TrainingConfig(epochs=1, tokens_per_batch=256, anchors=24)
+    trainer = Trainer(drafter, *target.ends(CPU), training)
+    store = sparse_cache(directory, 1000)
+    short = TokenCache(
+        store.path, None, store.ids, store.mask, np.arange(1001) * 100, store.split[:1000], store.group, store.source_row, store._maps  # type: ignore[arg-type]
+    )
+    plan = Plan(short, RunConfig(target=TargetConfig(model="-"), drafter=settings, training=training))
+    alone: list[float] = []
+    ratios: list[float] = []
+    for _ in range(rounds):
+        steps = list(plan.work(0, 0, 1))[:batches]
+        buffers, start = Buffers(plan.buffer_tokens), time.perf_counter()
+        for step in steps:
+            position, rows = next(plan.micro_batches(0, step.step, 1))
+            batch = plan.make_batch(position, rows, buffers)
+            trainer.accumulate(FeatureBatch(batch, target.features(batch.ids)))
+            trainer.step(step)
+        alone.append(time.perf_counter() - start)
+        pipeline, count = Pipeline(plan, trainer, [target], threads=threads), [0]
+
+        def on_step(report: PendingReport, count: list[int] = count) -> bool:
+            count[0] += 1
+            return count[0] < batches
+
+        start = time.perf_counter()
+        pipeline.run(0, 0, 1, on_step)
+        # The target has run ahead of the drafter: what it made and nobody used is not the pipeline's cost.
+        ahead = pipeline._clocks["target"][0]
+        spare = ahead.busy * (1 - batches / max(batches, ahead.items))
+        ratios.append((time.perf_counter() - start - spare) / alone[-1])
+    return {"cpu_alone_s": round(statistics.median(alone), 2), "cpu_vs_alone": round(statistics.median(ratios), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, default=150, help="micro-batches that count")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the simulated times")
+    parser.add_argument("--without-cpu", action="store_true", help="leave out the real stages")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        store = sparse_cache(directory, FULL_ROWS)
+        scale = arguments.scale
+        result = simulate(new_plan(store), arguments.batches, scale * TARGET_S, scale * DRAFTER_S)
+        for name, shares in result.pop("stages").items():
+            print(f"{name:<8}" + "  ".join(f"{what} {share:6.1%}" for what, share in shares.items()))
+        result["wall_ms"] = round(result["wall_ms"], 1)
+        result["overhead_ms"] = round(overhead_ms(store, 2000), 4)
+        result["growth_bytes"] = growth_bytes(store, 2000)
+        if not arguments.without_cpu:
+            result |= on_cpu(directory, batches=5, rounds=3)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
