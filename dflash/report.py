@@ -1,4 +1,4 @@
-"""report.html: one page, no scripts, no network: curves, acceptance by slot, decoded answers."""
+"""report.html: one page, no scripts, no network: curves, acceptance by slot and domain, decoded answers."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,12 +9,17 @@ from dflash.run import RunDirectory
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 52, 24
 
+# Runs of an answer take these in turn, so that two neighbours never look alike.
+_COLOURS = ("#cfe8ff", "#d6f5d0", "#ffe2c4", "#ead9ff", "#fff2b3")
+
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2rem auto;padding:0 1rem;color:#1b1f24}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;
-text-align:left;vertical-align:top}svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#59636e}
-.answer{white-space:pre-wrap;border-left:3px solid #d1d9e0;padding-left:.8rem}.note{color:#59636e;font-size:.9rem}
-.a{background:#c8f0d2;border-radius:3px}.b{background:#e6ebf1;border-radius:3px}.run{border-right:1px solid #8c959f;margin-right:1px}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}h3{font-size:1rem;margin:1.5rem 0 .3rem}
+table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;text-align:left;vertical-align:top}
+svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#59636e}
+.note{color:#59636e;font-size:.9rem}.prompt{color:#59636e;font-size:.9rem;white-space:pre-wrap;margin:.2rem 0}
+.answer{white-space:pre-wrap;line-height:1.8;border-left:3px solid #d1d9e0;padding-left:.8rem;margin:.4rem 0}
+.run{border-radius:3px;padding:.1rem 0}.own{border-bottom:2px solid #57606a}
 """
 
 
@@ -38,30 +43,30 @@ def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any
                 ("τ before training", _tau(tau["before"])),
                 ("τ after training", f"<b>{_tau(tau['after'])}</b> on {tau['rows']} held-out rows, teacher-forced"),
                 ("τ in decoding", f"{_number(decode['tau'])} over {decode['prompts']} prompts"),
-                ("accepted drafts a round", _number(decode["accepted_per_round"])),
+                ("accepted drafts a round", f"{_number(decode['accepted_per_round'])}: τ without the bonus token"),
                 ("same text as the target", _lossless(decode)),
                 ("speed", _speed(decode)),
             ]
         ),
-        f'<p class="note">{escape(tau["convention"])}.</p>',
+        f'<p class="note">Teacher-forced: {escape(tau["convention"])}.</p>',
+        f'<p class="note">Decoding: {escape(decode["convention"])}.</p>',
+        "<h2>Acceptance by slot</h2>",
+        '<p class="note">Share of rounds that accepted slot k, on held-out rows. '
+        "Grey: before training. Green: after.</p>",
+        _bars(evaluation["accepted_by_slot_before"], evaluation["accepted_by_slot"]),
+        "<h2>Acceptance by domain</h2>",
+        _domains(evaluation["by_group"], decode["by_group"]),
+        "<h2>Decoded answers</h2>",
+        '<p class="note">One colour: the tokens of one target pass. Underlined: the target\'s own token; the others '
+        "are accepted drafts.</p>",
+        *[_answer(sample) for sample in evaluation["samples"]],
         "<h2>Loss by step</h2>",
         _curve(steps, [line["loss"] for line in lines]),
         "<h2>Learning rate by step</h2>",
         _curve(steps, [line["lr"] for line in lines]),
-        "<h2>Acceptance by slot</h2>",
-        '<p class="note">Share of passes that accepted slot k. Grey: before training. Green: after.</p>',
-        _bars(evaluation["accepted_by_slot_before"], evaluation["accepted_by_slot"]),
-        "<h2>τ by domain</h2>",
-        _table(
-            [(escape(group), f"{_tau(value)}, {value['rows']} rows") for group, value in evaluation["by_group"].items()]
-        ),
-        "<h2>Decoded answers</h2>",
-        '<p class="note">Between two lines: the tokens of one target pass. Green: drafts that were accepted. '
-        "Grey: the target's own token.</p>",
-        *[_answer(sample) for sample in evaluation["samples"]],
     ]
-    body = "\n".join(parts)
-    return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>\n{body}\n</html>\n'
+    head = f'<meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>'
+    return "\n".join([f'<!doctype html><html lang="en"><head>{head}</head><body>', *parts, "</body></html>\n"])
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
@@ -78,14 +83,30 @@ def _tau(value: dict[str, Any]) -> str:
 
 def _lossless(decode: dict[str, Any]) -> str:
     if decode["lossless"] is None:
-        return f"not comparable at temperature {decode['temperature']}"
-    verdict = "yes" if decode["lossless"] else "NO"
-    return f"{verdict}: {decode['identical']} of {decode['prompts']} token for token, {decode['near_ties']} parted at a near tie"
+        return f"not comparable at temperature {decode['temperature']}: two draws of one law need not agree"
+    same = f"{decode['identical']} of {decode['prompts']} token for token"
+    return f"{'yes' if decode['lossless'] else 'NO'}: {same}, {decode['near_ties']} parted at a near tie"
 
 
 def _speed(decode: dict[str, Any]) -> str:
     alone, helped = decode["plain_tokens_per_s"], decode["speculative_tokens_per_s"]
     return f"{helped:.1f} tokens/s with the drafter, {alone:.1f} without: {decode['speedup']:.2f} ×"
+
+
+def _domains(walked: dict[str, Any], decoded: dict[str, Any]) -> str:
+    """Teacher-forced and decoded, a line for each domain."""
+    lines = ["<tr><th>domain</th><th>τ, teacher-forced</th><th>rows</th><th>τ in decoding</th><th>prompts</th></tr>"]
+    for group in sorted(walked.keys() | decoded.keys()):
+        rows, prompts = walked.get(group), decoded.get(group)
+        cells = [
+            escape(group),
+            _tau(rows) if rows else "–",
+            str(rows["rows"]) if rows else "0",
+            _number(prompts["tau"]) if prompts else "–",
+            str(prompts["answers"]) if prompts else "0",
+        ]
+        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _axes(low: float, high: float, left: str, right: str) -> str:
@@ -119,23 +140,28 @@ def _bars(before: Sequence[float], after: Sequence[float]) -> str:
     for index, pair in enumerate(zip(before, after, strict=True)):
         for offset, value, colour in zip((0.12, 0.5), pair, ("#b6c0ca", "#2da44e"), strict=True):
             x, height = _LEFT + (index + offset) * wide, value * tall
-            y = _HEIGHT - _BOTTOM - height
-            bars.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{0.36 * wide:.1f}" height="{height:.1f}" fill="{colour}"/>'
-            )
-        label = f"{pair[1]:.0%}"
-        bars.append(
-            f'<text x="{_LEFT + (index + 0.5) * wide:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{index + 1}: {label}</text>'
-        )
+            y, width = _HEIGHT - _BOTTOM - height, 0.36 * wide
+            bars.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>')
+        middle, label = _LEFT + (index + 0.5) * wide, f"{index + 1}: {pair[1]:.0%}"
+        bars.append(f'<text x="{middle:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{label}</text>')
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{_axes(0.0, top, "", "")}{"".join(bars)}</svg>'
 
 
 def _answer(sample: dict[str, Any]) -> str:
-    runs = [f'<span class="b run">{escape(sample["runs"][0]["text"])}</span>']
-    for run in sample["runs"][1:]:
+    """A prompt, and its answer with each pass's tokens in one colour."""
+    runs = []
+    for index, run in enumerate(sample["runs"]):
         tokens = [
-            f'<span class="{"a" if i < run["accepted"] else "b"}">{escape(token)}</span>'
+            escape(token) if i < run["accepted"] else f'<span class="own">{escape(token)}</span>'
             for i, token in enumerate(run["tokens"])
         ]
-        runs.append(f'<span class="run">{"".join(tokens)}</span>')
-    return f'<p class="note">{escape(sample["prompt"])}</p><p class="answer">{"".join(runs)}</p>'
+        title = (
+            f"pass {index}: {len(tokens)} tokens, {run['accepted']} accepted drafts" if index else "the prompt's pass"
+        )
+        colour = _COLOURS[index % len(_COLOURS)]
+        runs.append(f'<span class="run" style="background:{colour}" title="{title}">{"".join(tokens)}</span>')
+    count, passes = sum(len(run["tokens"]) for run in sample["runs"]), len(sample["runs"])
+    return (
+        f"<h3>{escape(sample['group'])}: {count} tokens in {passes} target passes</h3>"
+        f'<p class="prompt">{escape(sample["prompt"])}</p><p class="answer">{"".join(runs)}</p>'
+    )
