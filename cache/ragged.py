@@ -119,11 +119,8 @@ def has_anchor(mask: Spans) -> Bool[ndarray, "R"]:
 def last_runs(mask: Spans) -> Spans:
     """The rows' masks, back to back, with ones only in the last run of ones of each row."""
     flat, offsets = mask.flat(), offsets_of(mask.length)
-    before = np.zeros_like(flat)
-    before[1:] = flat[:-1]
-    before[offsets[:-1][mask.length > 0]] = 0  # the token before a row's first is another row's
-    opens = np.flatnonzero(flat & (before ^ 1))
-    # Of each row, the last opening before its end; rows without one keep nothing anyway.
+    opens = np.flatnonzero(flat[1:] > flat[:-1]) + 1
+    # Of each row, the last opening before its end, or its start where the run opens it (or none is there to keep).
     last = np.searchsorted(opens, offsets[1:], side="left") - 1
     start = np.where(last >= 0, opens[np.maximum(last, 0)] if opens.size else 0, 0)
     start = np.maximum(start, offsets[:-1])

@@ -123,6 +123,21 @@ def test_killed_at_every_step_nothing_false_opens_and_the_next_build_is_whole(fa
     assert 0 < finished < 5  # only the last steps come after the rename
 
 
+def test_whoever_sees_a_cache_sees_all_of_it(fast: Path) -> None:
+    many = table([[i % 900] * 50 for i in range(20_000)])
+    for number in range(3):
+        home = fast / str(number)
+        child = os.fork()
+        if child == 0:
+            build(home, many)
+            os._exit(0)
+        found: list[Path] = []
+        while not found:
+            found = [path for path in home.glob("tokens/*") if len(path.name) == 32]
+        TokenCache.open(found[0]).verify()
+        assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_error_at_every_step_is_raised_and_leaves_nothing(fast: Path, code: int) -> None:
     total = steps_of_a_build(fast / "whole")

@@ -125,6 +125,13 @@ def test_C8_an_id_outside_the_vocabulary_is_named(make: Any, value: int, shown: 
         make(data=table(rows), vocabulary=100)
 
 
+@pytest.mark.parametrize("kind", [pa.int8(), pa.int16(), pa.int64()])
+def test_a_negative_id_is_seen_in_every_width(make: Any, kind: pa.DataType) -> None:
+    ids = pa.array([[1, 2], [3, -1]], pa.list_(kind))
+    with pytest.raises(BadRow, match=r"row 1 of .*: token id -1 is not in"):
+        make(data=pa.table({"input_ids": ids}), supervise_all=True, vocabulary=70_000)
+
+
 def test_C6_wide_vocabularies_are_stored_wide(make: Any) -> None:
     ids = [65535, 65536, 70000, 151669]
     wide = make(data=table([ids]), vocabulary=151936)
