@@ -20,7 +20,7 @@ from flows.run import Tree, read_json, write_json
 
 def dry_run(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not."""
-    if not {"name", "rows", "target"} <= arguments.keys():
+    if not {"name", "rows", "target", "training"} <= arguments.keys():
         raise BadParameter(f"{function.__name__} trains nothing, so there is nothing to try with --dry-run.")
     parameters, tokens = prepare_run(Parameters(**arguments))
     runs = resolve_home(parameters.home) / "runs"

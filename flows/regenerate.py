@@ -1,0 +1,85 @@
+"""Prompts → the target's own answers, ids included: rows on which drafting is measured as it will be served."""
+
+import logging
+from pathlib import Path
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+from prefect.tasks import exponential_backoff
+
+from cache.config import RowsConfig
+from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
+from dflash.errors import ConfigMismatch, RunLocked
+from flows.config import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
+from flows.prepare import local_target
+from flows.run import Tree, read_json, write_json
+from flows.stage import watch_stage
+from flows.train import is_worth_retrying
+
+logger = logging.getLogger("flows.regenerate")
+
+
+@flow(name="regenerate", flow_run_name="regenerate {name}")
+def regenerate(
+    name: Name,
+    rows: RowsConfig,
+    target: TargetConfig,
+    generation: GenerationConfig = GenerationConfig(),
+    home: Home = None,
+) -> "State[Tree]":
+    """Answers the rows' prompts with the target; what is answered already is not asked again.
+
+    Args:
+        name: name of the answers; their directory is home/answers/name
+        rows: where the prompts come from; of conversations the system and user turns are kept
+        target: the frozen model that answers
+        generation: how it answers, and on what
+        home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+    """
+    root = resolve_home(home)
+    if generation.only_missing is not None:
+        earlier = str(resolve_path(generation.only_missing, root))
+        generation = generation.model_copy(update={"only_missing": earlier})
+    config = AnswersConfig(
+        rows=resolve_rows(rows, root),
+        target=local_target(resolve_target(target, root), root),
+        generation=generation,
+    )
+    answered = answer(root / "answers" / name, config)
+    logger.info("regenerate: %s", outcome(answered))
+    return Completed(message=outcome(answered), data=answered)
+
+
+# Called directly, never submitted: signals reach the main thread only.
+@task(
+    name="regenerate",
+    task_run_name="regenerate {directory.name}",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=10),
+    retry_jitter_factor=0.5,
+    retry_condition_fn=is_worth_retrying,
+)
+def answer(directory: Path, config: AnswersConfig) -> Tree:
+    file = directory / "config.json"
+    before = read_json(file)
+    write_json(file, config.model_dump(mode="json"))
+    try:
+        watch_stage("generate", ["generate", str(directory)], directory)
+    except (ConfigMismatch, RunLocked):
+        if before is not None:  # it still says how the answers that are there were made
+            write_json(file, before)
+        raise
+    result = read_json(directory / "answers.json")
+    assert result is not None, "a generation that succeeded leaves answers.json"
+    return result
+
+
+def outcome(result: Tree) -> str:
+    lost = sum(result["refused"].values())
+    return (
+        f"{result['answers']:,} answers to {result['rows']:,} rows, {result['tokens']:,} tokens, {result['cut']:,} cut"
+        f" by the limit, {lost:,} rows refused, in {result['path']}"
+    )
