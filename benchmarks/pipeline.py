@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from _rows import FULL_ROWS, lengths_of  # noqa: E402
 
-from cache.gather import Buffers  # noqa: E402
+from cache.gather import Buffers, gather, prefetch  # noqa: E402
 from cache.store import TokenCache  # noqa: E402
 from dflash.batch import FeatureBatch, Step  # noqa: E402
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig  # noqa: E402
@@ -133,8 +134,7 @@ def simulate(plan: Plan, batches: int, target_s: float, drafter_s: float) -> dic
     return {
         "targets_busy": round(statistics.mean(t.busy(*window) for t in targets) / change["wall"], 4),
         "vs_bottleneck": round(own * batches / change["wall"], 4),
-        "read_share": round(change["read"] / change["reads"] / max(1e-9, change["nominal"] / change["done"]), 5),
-        "read_ms": round(1e3 * change["read"] / change["reads"], 3),
+        "reader_ms": round(1e3 * change["read"] / change["reads"], 3),
         "wall_ms": 1e3 * change["wall"] / batches,
         "stages": pipeline.stages(),
     }
@@ -147,6 +147,17 @@ def overhead_ms(store: TokenCache, batches: int) -> float:
     batch = plan.make_batch(position, rows, Buffers(plan.buffer_tokens))
     plan.make_batch = lambda *_: batch  # type: ignore[method-assign]
     return statistics.median(simulate(plan, batches, 0.0, 0.0)["wall_ms"] for _ in range(3))
+
+
+def read_ms(plan: Plan, batches: int) -> float:
+    """Milliseconds of reading one micro-batch: prefetch and gather, each page for the first time."""
+    times, buffers = [], Buffers(plan.buffer_tokens)
+    for _, rows in islice(plan.micro_batches(0, 0, 1), 1000, 1000 + batches):
+        start = time.perf_counter()
+        prefetch(plan.store, rows)
+        gather(plan.store, rows, buffers)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.mean(times)
 
 
 def private_bytes() -> int:
@@ -194,7 +205,15 @@ def on_cpu(directory: Path, batches: int, rounds: int) -> dict[str, float]:
     trainer = Trainer(drafter, *target.ends(CPU), training)
     store = sparse_cache(directory, 1000)
     short = TokenCache(
-        store.path, None, store.ids, store.mask, np.arange(1001) * 100, store.split[:1000], store.group, store.source_row, store._maps  # type: ignore[arg-type]
+        store.path,
+        None,
+        store.ids,
+        store.mask,
+        np.arange(1001) * 100,
+        store.split[:1000],
+        store.group,
+        store.source_row,
+        store._maps,  # type: ignore[arg-type]
     )
     plan = Plan(short, RunConfig(target=TargetConfig(model="-"), drafter=settings, training=training))
     alone: list[float] = []
@@ -236,6 +255,8 @@ def main() -> None:
         result = simulate(new_plan(store), arguments.batches, scale * TARGET_S, scale * DRAFTER_S)
         for name, shares in result.pop("stages").items():
             print(f"{name:<8}" + "  ".join(f"{what} {share:6.1%}" for what, share in shares.items()))
+        result["read_ms"] = round(read_ms(new_plan(store), 200), 3)
+        result["read_share"] = round(result["read_ms"] / 1e3 / (scale * TARGET_S), 5)
         result["wall_ms"] = round(result["wall_ms"], 1)
         result["overhead_ms"] = round(overhead_ms(store, 2000), 4)
         result["growth_bytes"] = growth_bytes(store, 2000)

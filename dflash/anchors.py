@@ -55,7 +55,8 @@ def block_counts(mask: UInt8[ndarray, " T"], anchor: Int64[ndarray, " A"], block
     slots = np.arange(block_size)
     ends = np.append(np.flatnonzero(mask == 0), mask.size)  # where a run of supervised tokens ends
     left = ends[np.searchsorted(ends, anchor + 1)] - anchor  # slots before the first that does not count
-    return (slots >= 1) & (slots < left[:, None])
+    counts: Bool[ndarray, "A K"] = (slots >= 1) & (slots < left[:, None])
+    return counts
 
 
 def default_gamma(block_size: int) -> float:

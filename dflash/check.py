@@ -11,15 +11,16 @@ import torch
 
 from cache.gather import Buffers
 from dflash import checkpoint
-from dflash.batch import FeatureBatch, Step
+from dflash.batch import Step
+from dflash.config import RunConfig
 from dflash.init import new_drafter
 from dflash.opening import OpenRun, available_memory_bytes, cpu_threads, open_run, place
-from dflash.pipeline.stages import batch_features
+from dflash.pipeline.device import Lane, Timer, receive
 from dflash.pipeline.work import Plan
 from dflash.run import Progress
 from dflash.trainer import Trainer
 
-_MEASURED = 3  # micro-batches that are timed, after one that warms up
+_MEASURED = 4  # micro-batches that are timed, after the largest one, which warms up and fills the memory
 
 
 def check(path: Path, tokens: Path) -> None:
@@ -69,21 +70,28 @@ def check(path: Path, tokens: Path) -> None:
             "memory_bytes": measured["memory_bytes"],
             "available_memory_bytes": measured["available_memory_bytes"],
             "step_seconds": seconds,
-            "seconds_total": _seconds_total(steps, left, seconds, training.features == "reuse"),
+            "seconds_total": _seconds_total(steps, left, seconds, opened.config),
             "fits": not refusals,
             "refusals": refusals,
         },
     )
 
 
-def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], reuse: bool) -> float:
-    """Where features are reused, only what is left of the first epoch pays for the target."""
-    with_target = max(0, left - sum(steps[1:])) if reuse else left
-    return left * seconds["train"] + with_target * seconds["target"]
+def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], config: RunConfig) -> float:
+    """Target and drafter take turns on one device and work side by side on several.
+
+    Where features are reused, only what is left of the first epoch pays for the target.
+    """
+    devices = place(config.target)
+    with_target = max(0, left - sum(steps[1:])) if config.training.features == "reuse" else left
+    if devices.drafter in devices.targets:
+        return left * seconds["train"] + with_target * seconds["target"]
+    target = seconds["target"] / len(devices.targets)
+    return with_target * max(seconds["train"], target) + (left - with_target) * seconds["train"]
 
 
 def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
-    """Run a few of the largest micro-batches of the first epoch, with the real parts, and throw the result away."""
+    """Run a few micro-batches of the first epoch with the real parts, the largest first, and throw the result away."""
     config = opened.config
     torch.set_num_threads(cpu_threads())
     devices = place(config.target)
@@ -95,16 +103,19 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
         plan.micro_batches(0, 0, 1),
         key=lambda item: item[1].size * int(opened.store.lengths[item[1]].max()),
         reverse=True,
-    )[: _MEASURED + 1]
+    )
+    micro = [micro[0], *(micro[len(micro) * i // _MEASURED] for i in range(_MEASURED))]
+    lane, timer = Lane(target.device, devices.drafter), Timer(target.device)
     buffers = Buffers(plan.buffer_tokens)
     times: dict[str, list[float]] = {"target": [], "train": []}
     for position, row_ids in micro:
         batch = plan.make_batch(position, row_ids, buffers)
         start = time.perf_counter()
-        features = batch_features(target, None, batch, batch.ids.to(target.device)).to(devices.drafter)
+        item = lane.carry(batch, target.features, timer, lambda: None)
+        receive(item, devices.drafter)
         _wait(devices.drafter)
         middle = time.perf_counter()
-        trainer.accumulate(FeatureBatch(batch, features))
+        trainer.accumulate(item)
         trainer.step(Step(0, 0, 1, (0,))).report()
         times["target"].append(middle - start)
         times["train"].append(time.perf_counter() - middle)
@@ -112,7 +123,7 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
     by_step = config.training.batches_per_step
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "step_seconds": {name: by_step * median(values[1:] or values) for name, values in times.items()},
+        "step_seconds": {name: by_step * median(values[1:]) for name, values in times.items()},
         **_memory(devices.drafter),
     }
 

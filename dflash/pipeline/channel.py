@@ -18,36 +18,46 @@ class Closed(Exception):
 
 
 class Stop:
-    """One for a pipeline: the first failure, and the switch that wakes everybody who waits."""
+    """One for a pipeline: the first failure, and the switch that wakes everybody who waits.
+
+    All channels share its lock; each has conditions of its own, so that a hand-over wakes only who waits for it.
+    """
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        self.lock = threading.Lock()
         self.failure: tuple[str, BaseException] | None = None
         self.stopped = False
+        self._conditions: list[threading.Condition] = []
+
+    def new_condition(self) -> threading.Condition:
+        """A condition that the switch wakes, too."""
+        condition = threading.Condition(self.lock)
+        self._conditions.append(condition)
+        return condition
 
     def fail(self, stage: str, error: BaseException) -> None:
         """Keep the first failure and wake all; later ones are its echo."""
-        with self.condition:
+        with self.lock:
             if self.failure is None and not self.stopped:
                 self.failure = (stage, error)
-            self.stopped = True
-            self.condition.notify_all()
+        self.stop()
 
     def stop(self) -> None:
-        """End the pipeline without an error."""
-        with self.condition:
+        """End the pipeline; without an error unless one has been kept."""
+        with self.lock:
             self.stopped = True
-            self.condition.notify_all()
+            for condition in self._conditions:
+                condition.notify_all()
 
-    def wait(self, ready: Callable[[], bool]) -> float:
-        """Seconds waited until `ready()`. Raises Closed when the pipeline stops. Call it with the condition held."""
+    def wait(self, condition: threading.Condition, ready: Callable[[], bool]) -> float:
+        """Seconds waited until `ready()`. Raises Closed when the pipeline stops. Call it with the lock held."""
         if self.stopped:
             raise Closed
         if ready():
             return 0.0
         start = time.perf_counter()
         while not ready():
-            self.condition.wait()
+            condition.wait()
             if self.stopped:
                 raise Closed
         return time.perf_counter() - start
@@ -60,31 +70,32 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._capacity = capacity
         self._stop = stop
+        self._filled, self._freed = stop.new_condition(), stop.new_condition()
         self._closed = False
 
     def put(self, item: T) -> float:
         """Add an item when there is room; seconds blocked."""
-        with self._stop.condition:
-            blocked = self._stop.wait(lambda: len(self._items) < self._capacity)
+        with self._stop.lock:
+            blocked = self._stop.wait(self._freed, lambda: len(self._items) < self._capacity)
             self._items.append(item)
-            self._stop.condition.notify_all()
+            self._filled.notify()
             return blocked
 
     def take(self) -> tuple[T, float]:
         """The oldest item and the seconds starved for it. Raises Closed when there will be none."""
-        with self._stop.condition:
-            starved = self._stop.wait(lambda: bool(self._items) or self._closed)
+        with self._stop.lock:
+            starved = self._stop.wait(self._filled, lambda: bool(self._items) or self._closed)
             if not self._items:
                 raise Closed
             item = self._items.popleft()
-            self._stop.condition.notify_all()
+            self._freed.notify()
             return item, starved
 
     def close(self) -> None:
         """Nothing more will be put; what is there can still be taken."""
-        with self._stop.condition:
+        with self._stop.lock:
             self._closed = True
-            self._stop.condition.notify_all()
+            self._filled.notify_all()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -118,37 +129,38 @@ class Reorder(Generic[T]):
         self._next = 0
         self._capacity = capacity
         self._stop = stop
+        self._filled, self._freed = stop.new_condition(), stop.new_condition()
         self._end: int | None = None
 
     def put(self, index: int, item: T) -> float:
         """Add the item of an index when it is near enough; seconds blocked."""
-        with self._stop.condition:
-            blocked = self._stop.wait(lambda: index < self._next + self._capacity)
+        with self._stop.lock:
+            blocked = self._stop.wait(self._freed, lambda: index < self._next + self._capacity)
             self._items[index] = item
-            self._stop.condition.notify_all()
+            self._filled.notify_all()
             return blocked
 
     def take(self) -> tuple[T, float]:
         """The next item in order and the seconds starved for it. Raises Closed past the end."""
-        with self._stop.condition:
-            starved = self._stop.wait(lambda: self._next in self._items or self._next == self._end)
+        with self._stop.lock:
+            starved = self._stop.wait(self._filled, lambda: self._next in self._items or self._next == self._end)
             if self._next == self._end:
                 raise Closed
             item = self._items.pop(self._next)
             self._next += 1
-            self._stop.condition.notify_all()
+            self._freed.notify_all()
             return item, starved
 
     def wait_until_put(self, count: int) -> None:
         """Return when the items of all indices below `count` have been put."""
-        with self._stop.condition:
-            self._stop.wait(lambda: self._next + len(self._items) >= count)
+        with self._stop.lock:
+            self._stop.wait(self._filled, lambda: self._next + len(self._items) >= count)
 
     def end(self, index: int) -> None:
         """`index` and later ones will not come."""
-        with self._stop.condition:
+        with self._stop.lock:
             self._end = index
-            self._stop.condition.notify_all()
+            self._filled.notify_all()
 
     def __len__(self) -> int:
         return len(self._items)
