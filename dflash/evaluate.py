@@ -21,8 +21,8 @@ from dflash.target import Target
 from dflash.tau import CONVENTION, RowWalk, acceptance_by_slot, tau, walk_rows
 from dflash.training import load_drafter
 
-# B·S of the micro-batches whose rows are walked, at least: no gradient is kept, so more fits than in training.
-_TOKENS = 1 << 13
+# B·S of the micro-batches whose rows are walked, at least: a demo trains on smaller ones than are quick.
+_TOKENS = 1 << 10
 
 
 def evaluate(path: Path, tokens: Path) -> None:
