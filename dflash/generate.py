@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Worker = Callable[[list[Request]], Sequence[Reply | str]]
 
+LAST_WORDS_S = {"transformers": 10.0, "openai": 0.5}  # a batch ends at its next token; a request may take minutes
 HOPELESS = 8  # rows that servers refuse before any answer, after which it is the request that is wrong
 
 
@@ -121,8 +122,9 @@ def _answer_all(
             _collect(len(threads), events, answers, progress, total - left)
         finally:
             stopping.set()
+            deadline = time.monotonic() + LAST_WORDS_S[config.generation.engine]
             for thread in threads:
-                thread.join(10.0 if config.generation.engine == "transformers" else 0.1)
+                thread.join(max(0.0, deadline - time.monotonic()))
     return time.monotonic() - start
 
 
