@@ -59,19 +59,25 @@ class Reporter:
             self._latest = progress
             self._changed.notify()
 
-    def markdown(self, what: str, text: str, description: str) -> None:
-        key = self._key(what)
-        self._post(lambda: create_markdown_artifact(markdown=text, key=key, description=description))
+    # What is shown is made in the reporter's thread, too: a mistake in a table must not end a run.
 
-    def table(self, what: str, rows: list[dict[str, object]], description: str) -> None:
+    def markdown(self, what: str, make: Callable[[], str], description: str) -> None:
         key = self._key(what)
-        self._post(lambda: create_table_artifact(table=rows, key=key, description=description))
+        self._post(lambda: create_markdown_artifact(markdown=make(), key=key, description=description))
 
-    def image(self, what: str, svg: str, description: str) -> None:
-        """The image travels in its own address: there is no other place that a browser could load it from."""
+    def table(self, what: str, make: Callable[[], list[dict[str, object]]], description: str) -> None:
         key = self._key(what)
-        url = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
-        self._post(lambda: create_image_artifact(image_url=url, key=key, description=description))
+        self._post(lambda: create_table_artifact(table=make(), key=key, description=description))
+
+    def image(self, what: str, make: Callable[[], str], description: str) -> None:
+        """An SVG image. It travels in its own address: there is no other place that a browser could load it from."""
+        key = self._key(what)
+
+        def send() -> None:
+            url = "data:image/svg+xml;base64," + base64.b64encode(make().encode()).decode()
+            create_image_artifact(image_url=url, key=key, description=description)
+
+        self._post(send)
 
     def close(self) -> None:
         """Sends what is left; gives up on a server that does not answer."""

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -14,7 +13,7 @@ from flows.artifacts import reporting
 from flows.config import Home, Name, Parameters, run_directory
 from flows.keys import evaluate_fingerprint
 from flows.prepare import prepare_run
-from flows.report import tau_table
+from flows.report import number, tau_table
 from flows.run import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
 from flows.stage import watch_stage
 
@@ -59,12 +58,12 @@ def evaluate_drafter(parameters: Parameters, tokens: Path) -> Tree:
     result = read_json(run / "evaluation.json")
     assert result is not None, "an evaluation that succeeded leaves evaluation.json"
     with reporting(parameters.name, "evaluate") as reporter:
-        reporter.table("tau", tau_table(result), "τ on held-out rows, by domain and slot")
+        reporter.table("tau", lambda: tau_table(result), "τ on held-out rows, by domain and slot")
     return result
 
 
 def outcome(result: Tree) -> str:
-    """`τ 1.01 → 1.31, lossless`: the state's message."""
-    tau: dict[str, Any] = result["tau"]
-    lossless = "lossless" if result["decode"]["lossless"] else "NOT lossless"
-    return f"τ {tau['before']['value']:.2f} → {tau['after']['value']:.2f}, {lossless}"
+    """`τ 1.008 → 1.312, lossless`: the state's message."""
+    before, after = (number(result["tau"][when]["value"]) for when in ("before", "after"))
+    lossless = {True: ", lossless", False: ", NOT lossless", None: ""}[result["decode"]["lossless"]]
+    return f"τ {before} → {after}{lossless}"

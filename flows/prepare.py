@@ -84,8 +84,10 @@ def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str
 
         directory = build(rows, home=home, tokenizer=tokenizer, vocabulary=None, progress=on_progress)
         tokens = TokenCache.open(directory)
-        reporter.table("token-cache", tokens_table(tokens.manifest), f"token cache {directory.name}")
-        reporter.markdown("sample-rows", sample_rows(tokens, tokenizer), "three rows; the supervised tokens are bold")
+        reporter.table("token-cache", lambda: tokens_table(tokens.manifest), f"token cache {directory.name}")
+        reporter.markdown(
+            "sample-rows", lambda: sample_rows(tokens, tokenizer), "three rows; the supervised tokens are bold"
+        )
     return directory.name
 
 

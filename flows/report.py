@@ -84,31 +84,38 @@ def pipeline_table(trained: Tree) -> list[Row]:
 
 
 def tau_table(evaluation: Tree) -> list[Row]:
-    tau = evaluation["tau"]
     rows: list[Row] = [
-        {"what": f"τ {when} training", "value": f"{tau[when]['value']:.3f} ± {tau[when]['se']:.3f}"}
-        for when in ("before", "after")
+        {"what": f"τ {when} training", "value": with_error(evaluation["tau"][when])} for when in ("before", "after")
     ]
     rows += [
-        {"what": f"τ, domain {name}", "value": f"{group['value']:.3f} ± {group['se']:.3f}, {group['rows']} rows"}
-        for name, group in evaluation.get("by_group", {}).items()
+        {"what": f"τ, domain {name}", "value": f"{with_error(group)}, {group['rows']} rows"}
+        for name, group in evaluation["by_group"].items()
     ]
     rows += [
-        {"what": f"drafts accepted at slot {slot}", "value": f"{float(share):.1%}"}
-        for slot, share in enumerate(evaluation["accepted_by_slot"]["after"], start=1)
+        {"what": f"drafts accepted at slot {slot}", "value": f"{share:.1%}"}
+        for slot, share in enumerate(evaluation["accepted_by_slot"], start=1)
     ]
     return rows
+
+
+def with_error(measured: Tree) -> str:
+    """A measured value and its standard error; of one row there is none."""
+    value, error = measured["value"], measured["se"]
+    return number(value) if error is None else f"{number(value)} ± {error:.3f}"
+
+
+def number(value: float | None) -> str:
+    """Three digits behind the point where they count; a dash for what could not be said."""
+    return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
 
 
 def curve_svg(lines: list[Tree], width: int = 640, height: int = 240) -> str:
     """The loss over the steps, as an SVG image; lines are those of metrics.jsonl."""
     losses = [float(line["loss"]) for line in lines if line.get("loss") is not None]
-    if len(losses) < 2:
-        return ""
-    top, low = max(losses), min(losses)
+    top, low = max(losses, default=0.0), min(losses, default=0.0)
     scale = (height - 40) / (top - low or 1.0)
     points = " ".join(
-        f"{50 + i * (width - 60) / (len(losses) - 1):.1f},{20 + (top - loss) * scale:.1f}"
+        f"{50 + i * (width - 60) / max(1, len(losses) - 1):.1f},{20 + (top - loss) * scale:.1f}"
         for i, loss in enumerate(losses)
     )
     return (
@@ -123,10 +130,14 @@ def curve_svg(lines: list[Tree], width: int = 640, height: int = 240) -> str:
 def report_markdown(rows: dict[str, str], samples: list[Tree]) -> str:
     """The table that ends a run, and decoded text in which the drafter's accepted tokens are bold."""
     table = "\n".join(f"| {what} | {value.replace('|', '/')} |" for what, value in rows.items())
-    decoded = "\n\n".join(
-        "> " + "".join(_marked(run["text"], bool(run["accepted"])) for run in sample["runs"]) for sample in samples[:1]
-    )
+    decoded = "\n\n".join("> " + "".join(map(_emission, sample["runs"])) for sample in samples[:1])
     return f"| | |\n|---|---|\n{table}\n\n**A decoded sample**, accepted drafts in bold\n\n{decoded}\n"
+
+
+def _emission(run: Tree) -> str:
+    """The tokens of one target pass: accepted drafts in bold, then the target's own."""
+    accepted, own = run["tokens"][: run["accepted"]], run["tokens"][run["accepted"] :]
+    return (_marked("".join(accepted), True) if accepted else "") + _marked("".join(own), False)
 
 
 def stage_seconds(seconds: dict[str, float]) -> str:

@@ -9,7 +9,7 @@ from cache.store import TokenCache
 from flows.artifacts import reporting
 from flows.config import Parameters
 from flows.progress import console
-from flows.report import busy_by_stage, report_markdown, stage_seconds
+from flows.report import busy_by_stage, number, report_markdown, stage_seconds, with_error
 from flows.run import Tree, read_json, seconds_by_stage, write_json
 
 
@@ -19,7 +19,7 @@ def summarise(parameters: Parameters, tokens: Path) -> Tree:
     write_json(parameters.run_directory / "summary.json", summary)
     with reporting(parameters.name, "report") as reporter:
         samples = _result(parameters.run_directory, "evaluation").get("samples", [])
-        reporter.markdown("report", report_markdown(_lines(summary), samples), f"report of {parameters.name}")
+        reporter.markdown("report", lambda: report_markdown(_lines(summary), samples), f"report of {parameters.name}")
     console.print(summary_table(summary))
     for note in notes(summary):
         console.print(note)
@@ -77,13 +77,10 @@ def summary_table(summary: Tree) -> Table:
 
 def _lines(summary: Tree) -> dict[str, str]:
     decode: dict[str, Any] = summary["decode"]
-    tau, error = summary["tau"], summary["tau_se"]
+    before, after = ({"value": summary["tau"][when], "se": summary["tau_se"][when]} for when in ("before", "after"))
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in summary["dropped"].items() if count) or "none"
     busy = ", ".join(f"{stage} {share:.0%}" for stage, share in summary["busy"].items())
-    lossless = f"{decode['identical']} of {decode['prompts']} prompts × {decode['max_new_tokens']} tokens identical"
-    if decode.get("near_ties"):
-        lossless += f", {decode['near_ties']} differ only at a near tie of the target"
-    speed = _number(summary["tokens_per_s"])
+    speed = number(summary["tokens_per_s"])
     rows = f"{summary['rows']:,} of {summary['rows_read']:,} read"
     return {
         "rows": f"{rows}; dropped: {dropped}; cut: {summary['truncated']:,}",
@@ -91,19 +88,22 @@ def _lines(summary: Tree) -> dict[str, str]:
         "time": stage_seconds(summary["seconds"]),
         "trained": f"{summary['epochs']} epochs, {summary['steps']:,} steps, {speed} tokens/s",
         "busy": f"{busy}. {summary['bottleneck']}",
-        "loss": f"{_number(summary['loss_first'])} → {_number(summary['loss'])}",
-        "τ held out": f"{tau['before']:.3f} ± {error['before']:.3f} before, "
-        f"{tau['after']:.3f} ± {error['after']:.3f} after training (teacher-forced)",
-        "lossless": f"{'yes' if summary['lossless'] else 'NO'}: {lossless} to the target's own greedy text",
-        "decoding": f"τ {decode['tau']:.2f}; {decode['plain_tokens_per_s']:.1f} tokens/s plain, "
+        "loss": f"{number(summary['loss_first'])} → {number(summary['loss'])}",
+        "τ held out": f"{with_error(before)} before, {with_error(after)} after training (teacher-forced)",
+        "lossless": _lossless(decode),
+        "decoding": f"τ {number(decode['tau'])}; {decode['plain_tokens_per_s']:.1f} tokens/s plain, "
         f"{decode['speculative_tokens_per_s']:.1f} speculative ({decode['speedup']:.2f}×)",
         "report": summary["report"],
         "export": summary["export"],
     }
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
+def _lossless(decode: Tree) -> str:
+    if decode["lossless"] is None:
+        return "not compared: two draws need not agree at a temperature above 0"
+    near_ties = f", {decode['near_ties']} up to a near tie of the target" if decode["near_ties"] else ""
+    texts = f"{decode['identical']} of {decode['prompts']} prompts × {decode['max_new_tokens']} tokens identical"
+    return f"{'yes' if decode['lossless'] else 'NO'}: {texts} to the target's own greedy text{near_ties}"
 
 
 def notes(summary: Tree) -> list[str]:

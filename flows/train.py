@@ -111,9 +111,8 @@ def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
     trained = read_json(run / "train.json")
     assert trained is not None, "a training that succeeded leaves train.json"
     with reporting(parameters.name, "train") as reporter:
-        reporter.table("pipeline", pipeline_table(trained), str(trained.get("bottleneck", "")))
-        if curve := curve_svg(read_lines(run / "metrics.jsonl")):
-            reporter.image("loss", curve, f"loss of {parameters.name}")
+        reporter.table("pipeline", lambda: pipeline_table(trained), trained["bottleneck"])
+        reporter.image("loss", lambda: curve_svg(read_lines(run / "metrics.jsonl")), f"loss of {parameters.name}")
     return trained
 
 

@@ -103,8 +103,16 @@ class Site:
         return str(self.call("GET", f"/flow_runs/{flow_run_id}")["state_name"])
 
     def wait_for_state(self, flow_run_id: str, *names: str, timeout_s: float = 240.0) -> str:
-        what = f"flow run {flow_run_id} to be {' or '.join(names)}"
-        return str(wait_for(what, lambda: (state := self.state(flow_run_id)) in names and state, timeout_s))
+        """Fails at once when the run ends otherwise."""
+
+        def reached() -> str | None:
+            state = self.state(flow_run_id)
+            if state in names:
+                return state
+            assert state not in ("Completed", "Failed", "Crashed", "Cancelled"), f"flow run {flow_run_id} is {state}"
+            return None
+
+        return str(wait_for(f"flow run {flow_run_id} to be {' or '.join(names)}", reached, timeout_s))
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         request = urllib.request.Request(
