@@ -13,14 +13,19 @@ import toy
 LETTERS = range(33, 127)
 
 
-def make_talker(directory: Path, template: str = toy.PLAIN, end_strength: float = 3.0) -> Path:
-    """A Llama whose every answer is of a few letters; a stronger end makes answers shorter."""
+def make_talker(directory: Path, template: str = toy.PLAIN, merged: bytes = b"") -> Path:
+    """A Llama whose every answer is of a few letters.
+
+    Each of the `merged` bytes has a token with each letter behind it, which the target never says: its answers,
+    tokenised from their text, are other ids.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    toy.save_tokenizer(directory, template)
+    merges = tuple((bytes([first]), bytes([second])) for first in merged for second in LETTERS)
+    toy.save_tokenizer(directory, template, merges=merges)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=263,
+        vocab_size=263 + len(merges),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -38,7 +43,7 @@ def make_talker(directory: Path, template: str = toy.PLAIN, end_strength: float 
     with torch.no_grad():
         head = torch.zeros_like(model.lm_head.weight)
         head[list(LETTERS)] = torch.randn(len(LETTERS), 32)
-        head[toy.E] = end_strength * torch.randn(32)
+        head[toy.E] = 3 * torch.randn(32)
         model.lm_head.weight.copy_(head)
     model.save_pretrained(directory)
     return directory

@@ -16,6 +16,7 @@ import tiny
 import torch
 from answering import lines_of, make_answers
 from toy import A, E, U
+from transformers import AutoTokenizer
 
 from cache.config import RowsConfig
 from cache.errors import BadSource
@@ -102,8 +103,7 @@ def test_killed_twice_at_any_time_and_whole(done: Path, talker: Path, prompts: P
         assert not (path / "answers.jsonl").exists()
     tiny.run(["generate", path], tmp_path / "log")
     assert (path / "answers.jsonl").read_text() == (done / "answers.jsonl").read_text()
-    rows = [json.loads(line)["row"] for line in (path / "shard-00000.jsonl").read_text().splitlines()]
-    assert sorted(rows) == list(range(ROWS)), "a row was lost or stored twice"
+    assert rows_stored(path) == list(range(ROWS)), "a row was lost or stored twice"
 
 
 def test_half_a_line_is_cut_off(done: Path, talker: Path, prompts: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_half_a_line_is_cut_off(done: Path, talker: Path, prompts: Path, tmp_pat
         (path / "shard-00000.jsonl").write_bytes(shard[:size])
         generate(path)
         assert (path / "answers.jsonl").read_text() == (done / "answers.jsonl").read_text()
-        assert (path / "shard-00000.jsonl").read_bytes().count(b"\n") == ROWS
+        assert rows_stored(path) == list(range(ROWS))
 
 
 def test_new_shards_begin_and_all_are_read(
@@ -222,6 +222,22 @@ def test_turn_by_turn_in_one_row(talker: Path, tmp_path: Path) -> None:
         assert "length" not in line["finish_reasons"][:-1], "what follows a cut answer is not asked"
 
 
+def test_a15_ids_are_as_generated_also_where_their_text_has_others(tmp_path: Path) -> None:
+    target = answering.make_talker(tmp_path / "target", merged=b"cdgNM;w4")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    source = write_rows(tmp_path / "chat.jsonl", [{"messages": turns(f"q{i}", "", "r")} for i in range(8)])
+    path = make_answers(tmp_path / "kept", target, source, max_new_tokens=30, tokens_per_batch=400)
+    generate(path)
+    differ = 0
+    for line in lines_of(path):
+        if len(line["finish_reasons"]) == 2:
+            end = line["input_ids"].index(E, line["input_ids"].index(A)) + 1
+            first, rest = line["input_ids"][:end], [U, *b"r", E, A]
+            assert line["input_ids"] == [*first, *rest, *answering.greedy(target, [*first, *rest], 30)]
+            differ += tokenizer.encode(tokenizer.decode(first), add_special_tokens=False) != first
+    assert differ >= 2, "the test must meet what it is about"
+
+
 def test_a14_a_template_that_rewrites_history_gives_a_row_an_answer(tmp_path: Path) -> None:
     target = answering.make_talker(tmp_path / "target", FORGETS)
     source = write_rows(tmp_path / "chat.jsonl", [{"messages": turns(f"q{i}", "", "r")} for i in range(8)])
@@ -323,6 +339,12 @@ def slow_batches() -> None:
         return batch(self, requests)
 
     Transformers._batch = slow  # type: ignore[method-assign]
+
+
+def rows_stored(path: Path) -> list[int]:
+    """In rising order; every line must be whole."""
+    lines = [line for shard in path.glob("shard-*.jsonl") for line in shard.read_text().splitlines()]
+    return sorted(json.loads(line)["row"] for line in lines)
 
 
 def number_stored(path: Path) -> int:
