@@ -12,8 +12,9 @@ from cache.ragged import offsets_of
 from cache.shard import ShardFile, Submit
 from cache.store import chunk_path
 
-TOKEN_BUFFER = 1 << 24  # bytes of each half of a token array's double buffer
-ROW_BUFFER = 1 << 20
+# Bytes of each half of a double buffer. Rows are few beside tokens.
+BUFFER_BYTES = {"ids": 1 << 24, "mask": 1 << 22}
+ROW_BUFFER_BYTES = 1 << 18
 
 
 class ArrayFiles:
@@ -27,14 +28,12 @@ class ArrayFiles:
         self._files: dict[str, ShardFile] = {}
         try:
             for name in ARRAYS:
-                # Rows are few beside tokens: their files are small, and go through the page cache.
-                size = TOKEN_BUFFER if name in ("ids", "mask") else ROW_BUFFER
                 self._files[name] = ShardFile(
                     directory / chunk_path(name),
                     self._dtypes[name],
                     submit=submit,
-                    buffer_bytes=size,
-                    direct=direct and name in ("ids", "mask"),
+                    buffer_bytes=BUFFER_BYTES.get(name, ROW_BUFFER_BYTES),
+                    direct=direct and name in BUFFER_BYTES,  # the small files go through the page cache
                 )
             self._files["offsets"].write(np.zeros(1, dtype=np.int64))
         except BaseException:

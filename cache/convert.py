@@ -47,7 +47,7 @@ class Converter:
     policy: RowsConfig
     chat: Tokenises | None
     counts: Counts = field(default_factory=Counts)
-    group_names: list[str] = field(default_factory=list)
+    _groups_met: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, chunk: Chunk) -> Converted:
         self.counts.source_rows += chunk.batch.num_rows
@@ -55,6 +55,11 @@ class Converter:
         wanted = self._wanted(group)
         self.counts.dropped["other_group"] += int(np.count_nonzero(~wanted))
         return self._conversations(chunk, group, wanted) if self.chat else self._tokens(chunk, group, wanted)
+
+    @property
+    def group_names(self) -> list[str]:
+        """Names of the groups, by their number."""
+        return list(self._groups_met)
 
     def _tokens(self, chunk: Chunk, group: ndarray, wanted: ndarray) -> Converted:
         layout, place = self.layout, chunk.place
@@ -120,25 +125,23 @@ class Converter:
     def _groups(self, batch: pa.RecordBatch) -> Int64[ndarray, "R"]:
         """Index into `group_names` of each row; a loop over distinct names only."""
         if self.layout.group is None:
-            self.group_names = self.group_names or ["all"]
+            self._groups_met.setdefault("all", 0)
             return np.zeros(batch.num_rows, dtype=np.int64)
         encoded = batch.column(self.layout.group).cast(pa.string()).fill_null(NO_GROUP).dictionary_encode()
-        names = encoded.dictionary.to_pylist()
-        for name in names:
-            if name not in self.group_names:
-                self.group_names.append(name)
-        if len(self.group_names) > MAX_GROUPS:
+        met = self._groups_met
+        numbers = [met.setdefault(name, len(met)) for name in encoded.dictionary.to_pylist()]
+        if len(met) > MAX_GROUPS:
             raise BadSource(
                 f"column {self.layout.group}: more than {MAX_GROUPS} different domains, expected a few. It seems to "
                 "hold something else: set rows.columns.group."
             )
-        index = np.array([self.group_names.index(name) for name in names], dtype=np.int64)
-        return index[np.asarray(encoded.indices)] if names else np.zeros(batch.num_rows, dtype=np.int64)
+        group: ndarray = np.array(numbers, dtype=np.int64)[np.asarray(encoded.indices)]
+        return group
 
     def _wanted(self, group: Int64[ndarray, "R"]) -> Bool[ndarray, "R"]:
         if self.policy.groups is None:
             return np.ones(group.size, dtype=bool)
-        wanted = np.array([name in self.policy.groups for name in self.group_names], dtype=bool)
+        wanted = np.array([name in self.policy.groups for name in self._groups_met], dtype=bool)
         chosen: ndarray = wanted[group]
         return chosen
 

@@ -25,7 +25,7 @@ from cache.jsonl import conversation_batch, first_object, read_lines, schema_of,
 from cache.lists import Place
 from cache.readahead import MappedFile
 
-CHUNK_TOKENS = 1 << 22  # tokens of a chunk; a longer row is its own chunk
+CHUNK_TOKENS = 1 << 21  # tokens of a chunk; a longer row is its own chunk
 CHUNK_ROWS = 1 << 14
 CONVERSATIONS = 256  # rows of a chunk of conversations
 TAKE_BYTES = 1 << 24  # of rows that are put in the order of a mapping at once
@@ -213,11 +213,13 @@ def _cut(batch: pa.RecordBatch, layout: Layout) -> Iterator[tuple[int, pa.Record
 def _edges(column: pa.Array) -> list[int]:
     """Rows at which to cut: a loop over chunks, each found by bisection."""
     ends = _ends(column)
+    total = int(ends[-1]) if ends.size else 0
+    size = -(-total // -(-total // CHUNK_TOKENS)) if total else 1  # equal parts, no small rest
     edges = [0]
     while edges[-1] < ends.size:
         begin = edges[-1]
         before = int(ends[begin - 1]) if begin else 0
-        stop = int(np.searchsorted(ends, before + CHUNK_TOKENS, side="right"))
+        stop = int(np.searchsorted(ends, before + size, side="right"))
         edges.append(min(max(stop, begin + 1), begin + CHUNK_ROWS))
     return edges
 

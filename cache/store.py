@@ -18,7 +18,7 @@ from cache.shard import shard_bytes
 READ_BYTES = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenCache:
     """Rows of a finished token cache: row `i` is `ids[offsets[i]:offsets[i + 1]]`. Pickles as its path."""
 
@@ -30,7 +30,7 @@ class TokenCache:
     split: UInt8[ndarray, "R"]  # 0 train, 1 held out
     group: UInt16[ndarray, "R"]  # index into manifest.group_names
     source_row: Int64[ndarray, "R"]
-    _maps: dict[str, mmap.mmap] = field(repr=False, compare=False)
+    _maps: dict[str, mmap.mmap] = field(repr=False)
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenCache":
