@@ -84,7 +84,7 @@ class Speller:
         return start, end
 
     def _is_changed(self, piece: str) -> bool:
-        """Whether the normaliser changes more than blanks; where it changes ASCII text, the number of bytes shows it."""
+        """Whether the normaliser changes more than blanks; in ASCII text the number of bytes shows that."""
         return not piece.isascii() and self._backend.normalizer.normalize_str(piece).replace(BLANK, " ") != piece
 
 

@@ -53,6 +53,23 @@ def test_a2_span_that_ends_at_the_first_token():
     assert found.mask.tolist() == [1, 0, 0, 0]
 
 
+def test_mask_of_an_answer_without_end_of_turn_stops_before_the_next():
+    ids = encoded([A, *b"xy", A, *b"z", E], [3, 1, 1, 3, 1, 3])
+    both = Answers(np.array([0, 0]), np.array([3, 8]), np.array([5, 9]), np.array([False, False]))
+    found = supervise(ids, both, STOPS)
+    assert found.mask.tolist() == [0, 1, 1, 0, 1, 1]
+    assert not found.without_end.size
+    never = supervise(ids, Answers(both.row, both.start, both.end, both.unfinished), STOPS & False)
+    assert never.without_end.tolist() == [1]
+
+
+def test_mask_of_an_unfinished_answer_ends_before_a_stop_inside_its_span():
+    ids = encoded([A, *b"xy", E, 10], [3, 1, 1, 3, 1])
+    found = supervise(ids, Answers(*map(np.array, ([0], [3], [9], [True]))), STOPS)
+    assert found.mask.tolist() == [0, 1, 1, 0, 0]
+    assert found.keep.tolist() == [True] * 3 + [False] * 2
+
+
 @pytest.mark.parametrize("filter_", ["", " | trim"])
 def test_a2_answer_that_ends_in_a_blank(tmp_path, filter_):
     chat = chat_tokenizer(tmp_path, PLAIN.replace("m.content", f"m.content{filter_}"))

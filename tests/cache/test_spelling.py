@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from toy import byte_letters
@@ -51,6 +51,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(texts=st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map("".join), min_size=1, max_size=5))
 def test_places_are_the_tokenizers_own(kind, texts):
     backend = KINDS[kind]()
