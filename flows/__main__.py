@@ -14,6 +14,7 @@ import textwrap
 
 from cache.errors import CacheError
 from dflash.errors import DflashError
+from flows import clean
 from flows.config import repository, resolve_home
 from flows.deployments import Deployment, check_parameters, read_deployments, with_overrides
 from flows.errors import BadParameter, FlowError
@@ -25,7 +26,10 @@ OUR_LOGGERS = ("flows", "cache", "dflash")
 
 def main(arguments: list[str] | None = None) -> int:
     root = repository()
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        if arguments[:1] == ["clean"]:
+            return clean.main(arguments[1:])
         deployments = read_deployments(root)
         options = _parser(deployments).parse_args(arguments)
         deployment = deployments[options.name]
@@ -66,7 +70,7 @@ def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows",
         description="Runs a deployment of prefect.yaml in this process.",
-        epilog=f"deployments:\n{listed}\n\nTheir parameters are in prefect.yaml.",
+        epilog=f"deployments:\n{listed}\n\nParameters: see prefect.yaml. Deleting: see `python -m flows clean --help`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", choices=list(deployments), help="one of the deployments below")

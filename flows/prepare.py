@@ -19,7 +19,7 @@ from flows.errors import BadParameter
 from flows.keys import tokens_key, why_not_open
 from flows.progress import StageProgress, progress_line
 from flows.report import sample_rows, tokens_table
-from flows.run import measured
+from flows.run import measured, note_tokens
 
 logger = logging.getLogger("flows.prepare")
 
@@ -46,7 +46,9 @@ def prepare_run(parameters: Parameters) -> tuple[Parameters, Path]:
     home = resolve_home(parameters.home)
     run = parameters.run_directory
     target = local_target(parameters.target, home, run)
-    return parameters.model_copy(update={"target": target}), prepare_tokens(parameters.rows, target, home, run)
+    tokens = prepare_tokens(parameters.rows, target, home, run)
+    note_tokens(run, tokens.name)
+    return parameters.model_copy(update={"target": target}), tokens
 
 
 def prepare_tokens(rows: RowsConfig, target: TargetConfig, home: Path, run: Path | None = None) -> Path:

@@ -107,6 +107,11 @@ def mark_finished(run: Path, stage: str, fingerprint: str) -> None:
     _update(run, stage, fingerprint=fingerprint)
 
 
+def note_tokens(run: Path, key: str) -> None:
+    """Which token cache the run is trained on: `python -m flows clean` keeps it."""
+    _update(run, "prepare", key=key)
+
+
 def seconds_by_stage(run: Path) -> dict[str, float]:
     return {stage: round(entry["seconds"], 2) for stage, entry in (read_json(run / LEDGER) or {}).items()}
 
