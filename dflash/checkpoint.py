@@ -33,6 +33,7 @@ from dflash.files import checksum, durable_directory, write_json
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)")
+_FIRST = "epoch-000-step-000000"
 _FILES = ("drafter.safetensors", "optimizer.safetensors")
 
 
@@ -50,6 +51,7 @@ class State:
     tokens: int = 0
     seconds: float = 0.0
     window: dict[str, Any] = field(default_factory=dict)  # sums since the last line of metrics.jsonl
+    best: dict[str, Any] | None = None  # τ and checkpoint of the best evaluation so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,14 @@ class Checkpoint:
         return load_file(self.path / "optimizer.safetensors")
 
 
+def name_of(state: State) -> str:
+    """The directory of a checkpoint, named by its position."""
+    return f"epoch-{state.epoch:03d}-step-{state.step:06d}"
+
+
 def save(directory: Path, state: State, drafter: dict[str, Tensor], optimizer: dict[str, Tensor]) -> Checkpoint:
     """Write a checkpoint durably below `directory`: state.json last, then one rename. A good one stays as it is."""
-    final = directory / f"epoch-{state.epoch:03d}-step-{state.step:06d}"
+    final = directory / name_of(state)
     directory.mkdir(parents=True, exist_ok=True)
     try:
         return verify(final)
@@ -130,7 +137,7 @@ class Writer:
         try:
             self._before()
             self._saved = save(self._directory, state, *self._snapshots)
-            prune(self._directory, self._keep)
+            prune(self._directory, self._keep, state.best["checkpoint"] if state.best else None)
         except BaseException as error:
             self._error = error
 
@@ -197,13 +204,13 @@ def newest(directory: Path) -> Checkpoint | None:
 
 def first(directory: Path) -> Checkpoint:
     """The checkpoint before the first step. Raises CheckpointCorrupt when it is missing or damaged."""
-    return verify(directory / "epoch-000-step-000000")
+    return verify(directory / _FIRST)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the first and the newest `keep` checkpoints, and what killed writers left."""
+def prune(directory: Path, keep: int, best: str | None = None) -> None:
+    """Remove all but the first, the best and the newest `keep` checkpoints, and what killed writers left."""
     for path in found(directory)[keep:]:
-        if path.name != "epoch-000-step-000000":
+        if path.name not in (_FIRST, best):
             shutil.rmtree(path)
     for path in directory.glob("*.tmp-*"):
         shutil.rmtree(path)

@@ -18,7 +18,15 @@ from dflash.run import RunDirectory
 from dflash.target import Target, drafter_shape, stop_tokens, text_config
 
 # Fields of the training parameters that do not change the curve: when to stop, save and speak, and where features lie.
-_FREE = {"features", "epochs_per_run", "stop_after_s", "checkpoint_every_steps", "log_every_steps", "keep"}
+_FREE = {
+    "features",
+    "epochs_per_run",
+    "stop_after_s",
+    "checkpoint_every_steps",
+    "evaluate_every_steps",
+    "log_every_steps",
+    "keep",
+}
 _SAMPLE = 1 << 16
 
 

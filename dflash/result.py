@@ -37,6 +37,7 @@ def result(
         "bottleneck": bottleneck(stages, shared=shared),
         "resumed_from": resumed.path.name if resumed else None,
         "checkpoint": str(done.path),
+        "best": state.best,
         "features_reused": training.features == "reuse",
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "threads": state.threads,

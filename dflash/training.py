@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from cache.gather import Buffers
 from dflash import checkpoint
 from dflash.batch import StepReport
 from dflash.checkpoint import Checkpoint, State, Writer
 from dflash.drafter import Drafter, DrafterShape
 from dflash.errors import ConfigMismatch, StageFailed
-from dflash.features import FeatureStore, open_features
+from dflash.features import open_features
 from dflash.init import new_drafter
 from dflash.metrics import Window, write_line
+from dflash.monitor import Monitor
 from dflash.opening import (
     OpenRun,
     available_memory_bytes,
@@ -29,9 +29,9 @@ from dflash.opening import (
     place,
     refuse_changed,
 )
+from dflash.pipeline.fill import fill_features
 from dflash.pipeline.ranks import Ranks, joined
 from dflash.pipeline.run import Pipeline, capacity
-from dflash.pipeline.stages import batch_features
 from dflash.pipeline.telemetry import bottleneck
 from dflash.pipeline.work import Plan
 from dflash.result import result
@@ -129,6 +129,8 @@ class _Run:
         self.pipeline = Pipeline(
             self.plan, self.trainer, self.targets, self.features, threads=threads, ahead=ahead, last_resort=last_resort
         )
+        watched = self.training.evaluate_every_steps is not None and ranks.leads
+        self.monitor = Monitor(opened, self.targets[0], ends) if watched else None
         self.pending: deque[PendingReport] = deque()
         self.stop = False
 
@@ -140,7 +142,7 @@ class _Run:
             run.rewind_metrics(start.epoch, start.step)
             run.record("start", epoch=start.epoch, step=start.step, threads=start.threads, processes=self.ranks.size)
         if self.features is not None:
-            self._fill_features(self.features)
+            fill_features(self.features, self.plan, self.targets[0], start, run)
         self.total = sum(self.plan.steps(epoch) for epoch in range(epochs))
         at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
         log.info("training from %s", at)
@@ -158,7 +160,6 @@ class _Run:
             stages = self.pipeline.stages()
             run.write("train.json", result(self.opened, done, self.resumed, stages, self.pipeline.shares_cores))
             run.record("end", epoch=self.state.epoch, step=self.state.step, stopped=self.stop)
-        self.ranks.wait()
         signalled = self.stopping.is_set() or (self.stop and not self._late())  # maybe another process was
         if signalled and self.state.epoch < epochs:
             raise Interrupted
@@ -171,13 +172,29 @@ class _Run:
         self.writer.check()
         self.pending.append(pending)
         done = self.state.steps_total + len(self.pending)
-        due = [done % every == 0 for every in (self.training.log_every_steps, self.training.checkpoint_every_steps)]
-        self._settle(0 if any(due) else 1)
-        if due[1]:
+        training = self.training
+        evaluated = training.evaluate_every_steps is not None and done % training.evaluate_every_steps == 0
+        saved = evaluated or done % training.checkpoint_every_steps == 0
+        self._settle(0 if saved or done % training.log_every_steps == 0 else 1)
+        if evaluated:
+            self._evaluate()
+        if saved:
             self._save()
         # Several processes must agree, so they look at the sum; one alone need not wait a step for it.
         self.stop = self.stop or (self.ranks.size == 1 and self._stop_asked())
         return not self.stop
+
+    def _evaluate(self) -> None:
+        """Measure τ between two steps; the checkpoint that is written next may be the best one."""
+        if self.monitor is None:
+            return
+        with self.pipeline.turn.taken():
+            tau = self.monitor.tau(self.trainer.drafter)
+        log.info("τ %.3f ± %.3f on held-out rows after %d steps", tau.value, tau.standard_error, self.state.steps_total)
+        name = checkpoint.name_of(self.state)
+        self.opened.run.record("tau", checkpoint=name, value=tau.value, se=tau.standard_error)
+        if self.state.best is None or tau.value > self.state.best["tau"]:
+            self.state = replace(self.state, best={"tau": tau.value, "checkpoint": name})
 
     def _stop_asked(self) -> bool:
         return self._late() or self.stopping.is_set()
@@ -244,28 +261,6 @@ class _Run:
         """Begin to write a checkpoint of the current position; the features that later epochs need come first."""
         if self.ranks.leads:
             self.writer.save(self.state, self.trainer.drafter.state_dict(), self.trainer.optimizer_tensors())
-
-    def _fill_features(self, features: FeatureStore) -> None:
-        """Compute what the store lacks of the part of the first epoch that is already trained.
-
-        A lost store is thus made again as it was, from the first epoch's own micro-batches.
-        """
-        start = self.state
-        before = [
-            (position, rows)
-            for position, rows in self.plan.micro_batches(0, 0, 1)
-            if (position.epoch, position.step) < (start.epoch, start.step) and not features.has(rows)
-        ]
-        if not before:
-            return
-        log.info("features of %d micro-batches are missing: computing them again", len(before))
-        progress = Progress(self.opened.run, "features", len(before), "micro-batches")
-        buffers = Buffers(self.plan.buffer_tokens)
-        for position, row_ids in before:
-            batch = self.plan.make_batch(position, row_ids, buffers)
-            batch_features(self.targets[0], features, batch, batch.ids.to(self.targets[0].device))
-            progress.advance()
-        features.flush()
 
 
 def _facts(report: StepReport) -> str:

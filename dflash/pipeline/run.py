@@ -55,7 +55,7 @@ class Pipeline:
         self._threads, self._ahead = threads, ahead
         self._stop = Stop()
         self._clocks = {"read": [Clock()], "target": [Clock() for _ in targets], "train": [Clock()]}
-        self._turn = Turn(shared=self.shares_cores)
+        self.turn = Turn(shared=self.shares_cores)
         self._watchdog = Watchdog(self._clocks, self._stop, hang_s, last_resort)
         self._leases = 2 * len(targets) + 2
         self._free: Channel[Buffers] = Channel(self._leases, self._stop)
@@ -93,7 +93,7 @@ class Pipeline:
 
         def worker(target: HasFeatures, clock: Clock) -> None:
             lane = Lane(target.device, self._trainer.device)
-            run_target(target, self._features, lane, self._turn, self._to_target, self._free, self._to_train, clock)
+            run_target(target, self._features, lane, self.turn, self._to_target, self._free, self._to_train, clock)
 
         threads = [self._thread("read", reader)]
         for target, clock in zip(self._targets, clocks["target"], strict=True):
@@ -101,7 +101,7 @@ class Pipeline:
         self._watchdog.start()
         try:
             steps = self._plan.work(epoch, step, end)
-            train(self._trainer, steps, self._to_train, self._turn, clocks["train"][0], on_step)
+            train(self._trainer, steps, self._to_train, self.turn, clocks["train"][0], on_step)
         except Closed:
             pass
         except BaseException as error:

@@ -39,6 +39,17 @@ def test_h1_gradients_equal_those_of_the_undivided_batch() -> None:
     assert divided.step(at()).report().loss == pytest.approx(whole.step(at()).report().loss, rel=1e-6)
 
 
+def test_the_optimizer_sees_the_gradient_of_the_mean() -> None:
+    trainer, items = new_trainer(), [rows(1, seed=1), rows(2, seed=2)]
+    for item in items:
+        trainer.accumulate(item)
+    summed_gradient, weight = trainer._gradient.clone(), sum(float(i.batch.weights.sum()) for i in items)
+    seen = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(trainer._gradient.clone()))
+    trainer.step(at())
+    torch.testing.assert_close(seen[0], summed_gradient / weight, rtol=1e-12, atol=0)
+
+
 def test_b2_a_step_without_supervised_tokens_is_skipped_and_says_so() -> None:
     trainer = new_trainer()
     before = weights_of(trainer)

@@ -75,6 +75,22 @@ def test_evaluate_export_reload(uninterrupted: Path, tokens: Path) -> None:
     assert all((trained[f"drafter.{name}"] == value).all() for name, value in drafter.state_dict().items())
 
 
+def test_g8_evaluation_on_the_way_changes_nothing_and_keeps_the_best(
+    make_run: MakeRun, tokens: Path, uninterrupted: Path
+) -> None:
+    run = make_run("watched", epochs=4, evaluate_every_steps=3, keep=1)
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    tiny.assert_equal(run, uninterrupted)
+    measured = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    taus = {line["checkpoint"]: line["value"] for line in measured if line["event"] == "tau"}
+    trained = json.loads((run / "train.json").read_text())
+    assert len(taus) == trained["steps"] // 3
+    best = trained["best"]
+    assert best == {"tau": max(taus.values()), "checkpoint": max(taus, key=lambda name: taus[name])}
+    kept = {path.name for path in (run / "checkpoints").iterdir()}
+    assert kept == {"epoch-000-step-000000", best["checkpoint"], "epoch-004-step-000000"}
+
+
 def test_a_finished_run_trains_nothing(uninterrupted: Path, tokens: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (uninterrupted / "checkpoints").rglob("*")}
     tiny.run(["train", uninterrupted, "--tokens", tokens], uninterrupted / "log")

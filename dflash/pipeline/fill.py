@@ -1,0 +1,31 @@
+"""Features that a run relies on and its store lacks: computed again as they were, from their own micro-batches."""
+
+import logging
+
+from cache.gather import Buffers
+from dflash.checkpoint import State
+from dflash.features import FeatureStore
+from dflash.pipeline.stages import HasFeatures, batch_features
+from dflash.pipeline.work import Plan
+from dflash.run import Progress, RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+def fill_features(features: FeatureStore, plan: Plan, target: HasFeatures, start: State, run: RunDirectory) -> None:
+    """Compute what the store lacks of the part of the first epoch that is already trained."""
+    lacking = [
+        (position, rows)
+        for position, rows in plan.micro_batches(0, 0, 1)
+        if (position.epoch, position.step) < (start.epoch, start.step) and not features.has(rows)
+    ]
+    if not lacking:
+        return
+    log.info("features of %d micro-batches are missing: computing them again", len(lacking))
+    progress = Progress(run, "features", len(lacking), "micro-batches")
+    buffers = Buffers(plan.buffer_tokens)
+    for position, row_ids in lacking:
+        batch = plan.make_batch(position, row_ids, buffers)
+        batch_features(target, features, batch, batch.ids.to(target.device))
+        progress.advance()
+    features.flush()
