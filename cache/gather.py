@@ -47,12 +47,14 @@ def gather(store: TokenCache, row_ids: Int64[ndarray, "B"], out: Buffers) -> Gat
         )
     ids = out.ids[: num_rows * longest].reshape(num_rows, longest)
     mask = out.mask[: num_rows * longest].reshape(num_rows, longest)
+    # Ids are below 2³¹, so wide ones are int32 already, and copying them needs no conversion.
+    all_ids, all_mask = store.ids.view(np.int32) if store.ids.itemsize == 4 else store.ids, store.mask
     spans = zip(ids, mask, starts.tolist(), stops.tolist(), lengths.tolist(), strict=True)
-    for row_ids_out, row_mask_out, start, stop, length in spans:
-        row_ids_out[:length] = store.ids[start:stop]
-        row_ids_out[length:] = 0
-        row_mask_out[:length] = store.mask[start:stop]
-        row_mask_out[length:] = 0
+    for to_ids, to_mask, start, stop, length in spans:
+        to_ids[:length] = all_ids[start:stop]
+        to_ids[length:] = 0
+        to_mask[:length] = all_mask[start:stop]
+        to_mask[length:] = 0
     return Gathered(ids, mask, lengths)
 
 

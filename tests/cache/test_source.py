@@ -176,7 +176,7 @@ def test_chunks_are_small_whatever_the_batches_are(make: Any, monkeypatch: pytes
     lengths = [3, 2, 40, 1, 1, 1, 1, 0, 5, 2]
     edges = source._edges(pa.array([[0] * length for length in lengths]))
     chunks = [lengths[start:stop] for start, stop in pairwise(edges)]
-    assert sum(chunks, []) == lengths
+    assert [length for chunk in chunks for length in chunk] == lengths
     assert all(sum(chunk) <= 5 or len(chunk) == 1 for chunk in chunks)
     assert len(chunks) < len(lengths)
 
@@ -232,6 +232,18 @@ def test_D1_D2_conversations_keep_their_text(tmp_path: Path) -> None:
     assert messages[0][0]["content"] == "� x"
     assert messages[1][0]["content"] == "\U0001f600"
     assert messages[2:] == calls
+
+
+def test_D3_conversations_may_differ_in_type_from_line_to_line(tmp_path: Path) -> None:
+    from cache.columns import Layout
+    from cache.jsonl import conversation_batch, read_lines
+
+    contents: list[Any] = ["q", [{"type": "text", "text": "q"}], None]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(lines([{"messages": [{"role": "user", "content": content}]} for content in contents]))
+    (block,) = read_lines(path)
+    batch = conversation_batch(block, Layout("conversations", messages="messages"), path)
+    assert [json.loads(text)[0]["content"] for text in batch.column("messages").to_pylist()] == contents
 
 
 def test_a_line_longer_than_a_block(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
