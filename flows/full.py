@@ -1,6 +1,8 @@
 """All of it: rows → token cache → checkpoints → report → drafter to serve."""
 
 from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from cache.config import RowsConfig
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
@@ -10,7 +12,7 @@ from flows.export import export_run
 from flows.naming import full_run_name
 from flows.prepare import prepare_run
 from flows.run import Tree
-from flows.summary import summarise
+from flows.summary import outcome, summarise
 from flows.train import train_run
 
 
@@ -24,7 +26,7 @@ def full(
     evaluation: EvaluationConfig = EvaluationConfig(),
     export: ExportConfig = ExportConfig(),
     home: Home = None,
-) -> Tree:
+) -> "State[Tree]":
     """Prepares, trains, evaluates and exports; what is done already is not repeated.
 
     Args:
@@ -52,4 +54,5 @@ def full(
     train_run(parameters, tokens)
     evaluate_run(parameters, tokens)
     export_run(parameters)
-    return summarise(parameters, tokens)
+    summary = summarise(parameters, tokens)
+    return Completed(message=outcome(summary), data=summary)

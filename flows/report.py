@@ -1,5 +1,6 @@
 """Tables and texts made from results, for the terminal and for Prefect's pages. Pure: results in, rows of text out."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from cache.store import TokenCache
 
 Row = dict[str, object]
+
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~&$]")
 
 SAMPLE_ROWS = 3
 SAMPLE_TOKENS = 200
@@ -48,7 +51,7 @@ def sample_rows(tokens: "TokenCache", tokenizer: Path) -> str:
         pieces = [
             _marked(decode(part, skip_special_tokens=False), is_supervised) for is_supervised, part in _runs(ids, mask)
         ]
-        blocks.append(f"**Row {row}**, {end - start} tokens\n\n<p>{''.join(pieces)}</p>")
+        blocks.append(f"Row {row}, {end - start} tokens\n\n> {''.join(pieces)}")
     return "\n\n---\n\n".join(blocks)
 
 
@@ -61,9 +64,14 @@ def _runs(ids: list[int], mask: list[int]) -> list[tuple[bool, list[int]]]:
     return runs
 
 
-def _marked(text: str, is_supervised: bool) -> str:
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("\n", "<br>")
-    return f"<b>{escaped}</b>" if is_supervised else escaped
+def _marked(text: str, is_bold: bool) -> str:
+    """Text as markdown that shows it as it is; Prefect's pages drop HTML. Bold may not begin or end with a blank."""
+    shown = _MARKUP.sub(r"\\\g<0>", text).replace("\n", " ⏎ ")
+    core = shown.strip()
+    if not (is_bold and core):
+        return shown
+    start = shown.index(core)
+    return f"{shown[:start]}**{core}**{shown[start + len(core) :]}"
 
 
 def busy_by_stage(trained: Tree) -> dict[str, float]:

@@ -26,6 +26,12 @@ def summarise(parameters: Parameters, tokens: Path) -> Tree:
     return summary
 
 
+def outcome(summary: Tree) -> str:
+    """`loss 3.812, τ 1.008 → 1.312`: the state's message."""
+    before, after = (number(summary["tau"][when]) for when in ("before", "after"))
+    return f"loss {number(summary['loss'])}, τ {before} → {after}"
+
+
 def summary_of(parameters: Parameters, tokens: Path) -> Tree:
     run = parameters.run_directory
     manifest = TokenCache.open(tokens).manifest

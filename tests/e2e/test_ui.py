@@ -76,7 +76,7 @@ def test_page_of_the_run_says_what_it_is_and_what_came_of_it(site: Site, flow_ru
 
 def test_artifacts_of_the_run_show_how_it_went(site: Site, flow_run: str) -> None:
     screenshot = site.directory / "flow-run.png"
-    text = browse(site, f"/runs/flow-run/{flow_run}?tab=Artifacts", screenshot)
+    text = browse(site, f"/v2/runs/flow-run/{flow_run}?tab=Artifacts", screenshot)
     for what in ("ui-train-progress", "ui-pipeline", "ui-loss", "ui-tau", "ui-report", "token-cache", "sample-rows"):
         assert what in text, what
     assert screenshot.stat().st_size > 10_000

@@ -50,15 +50,15 @@ def test_supervised_tokens_of_sample_rows_are_bold(tmp_path: Path) -> None:
         offsets=np.array([0, 4, 6]), ids=np.array([1, 2, 3, 4, 5, 6]), mask=np.array([0, 0, 1, 1, 0, 1])
     )
     text = sample_rows(tokens, make_target(tmp_path))
-    assert "w1 w2<b>w3 w4</b>" in text
-    assert "w5<b>w6</b>" in text
+    assert "> w1 w2**w3 w4**" in text
+    assert "> w5**w6**" in text
 
 
 def test_accepted_drafts_of_the_sample_are_bold_and_its_text_is_no_markup() -> None:
-    runs = [{"text": "a", "accepted": 0, "tokens": ["a"]}, {"text": "b<c", "accepted": 1, "tokens": ["b<", "c"]}]
+    runs = [{"text": "a", "accepted": 0, "tokens": ["a"]}, {"text": " b*\nc", "accepted": 1, "tokens": [" b*\n", "c"]}]
     text = report_markdown({"rows": "3 | 4"}, [{"runs": runs}])
     assert "| rows | 3 / 4 |" in text
-    assert "> a<b>b&lt;</b>c" in text
+    assert "> a **b\\* ⏎** c" in text
 
 
 def test_progress_reads_as_a_line() -> None:
