@@ -95,6 +95,7 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
     config = opened.config
     torch.set_num_threads(cpu_threads())
     devices = place(config.target)
+    devices.enter()
     progress = Progress(opened.run, "check", _MEASURED + 1, "micro-batches")
     target = opened.load_target(devices.targets[0])
     drafter = new_drafter(opened.shape, config.drafter, target, config.training.seed).to(devices.drafter)

@@ -133,6 +133,11 @@ class Devices:
     drafter: torch.device
     targets: tuple[torch.device, ...]
 
+    def enter(self) -> None:
+        """Make the drafter's device the one that events and streams of this thread mean."""
+        if self.drafter.type == "cuda":
+            torch.cuda.set_device(self.drafter)
+
 
 def place(config: TargetConfig, ranks: Ranks = ALONE) -> Devices:
     """Named devices are the targets'; `auto` leaves the last GPU to the drafter, or shares what there is.

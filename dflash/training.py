@@ -108,6 +108,7 @@ class _Run:
         threads = resumed.state.threads if resumed else cpu_threads()
         torch.set_num_threads(threads)
         devices = place(opened.config.target, ranks)
+        devices.enter()
         log.info("loading the target %s", opened.config.target.model)
         self.targets = [opened.load_target(device) for device in devices.targets]
         if resumed is None and ranks.leads:
