@@ -15,7 +15,7 @@ from dflash.batch import Step
 from dflash.config import RunConfig
 from dflash.init import new_drafter
 from dflash.opening import OpenRun, available_memory_bytes, cpu_threads, open_run, place
-from dflash.pipeline.device import Lane, Timer, receive
+from dflash.pipeline.device import Lane, Stopwatch, receive
 from dflash.pipeline.work import Plan
 from dflash.run import Progress
 from dflash.trainer import Trainer
@@ -106,13 +106,13 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
         reverse=True,
     )
     micro = [micro[0], *(micro[len(micro) * i // _MEASURED] for i in range(_MEASURED))]
-    lane, timer = Lane(target.device, devices.drafter), Timer(target.device)
+    lane, watch = Lane(target.device, devices.drafter), Stopwatch(target.device)
     buffers = Buffers(plan.buffer_tokens)
     times: dict[str, list[float]] = {"target": [], "train": []}
     for position, row_ids in micro:
         batch = plan.make_batch(position, row_ids, buffers)
         start = time.perf_counter()
-        item = lane.carry(batch, target.features, timer, lambda: None)
+        item = lane.carry(batch, target.features, watch, lambda: None)
         receive(item, devices.drafter)
         _wait(devices.drafter)
         middle = time.perf_counter()

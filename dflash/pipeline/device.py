@@ -20,7 +20,7 @@ from dflash.batch import FeatureBatch, TrainBatch
 _MOVED = ("anchor", "labels", "weights")  # what the trainer reads
 
 
-class Timer:
+class Stopwatch:
     """Seconds that a device worked on the items of one stage."""
 
     def __init__(self, device: torch.device) -> None:
@@ -89,11 +89,11 @@ class Lane:
             self._receive = _stream(drafter)
 
     def carry(
-        self, batch: TrainBatch, features: Callable[[Tensor], Tensor], timer: Timer, release: Callable[[], object]
+        self, batch: TrainBatch, features: Callable[[Tensor], Tensor], watch: Stopwatch, release: Callable[[], object]
     ) -> FeatureBatch:
         """Run `features` on the ids; `release` is called when the leased memory has had its last reader."""
         if self._target.type != "cuda":
-            with timer.measured():
+            with watch.measured():
                 values = features(batch.ids)
             release()
             return FeatureBatch(replace(batch, ids=batch.ids[:0]), values)
@@ -104,7 +104,7 @@ class Lane:
         with torch.cuda.stream(self._compute):
             copied.wait()
             ids.record_stream(self._compute)
-            with timer.measured():
+            with watch.measured():
                 values = features(ids)
             computed.record()
         # A copy between devices uses the current stream of both.

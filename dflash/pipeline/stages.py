@@ -13,7 +13,7 @@ from cache.gather import Buffers, prefetch
 from dflash.batch import FeatureBatch, Position, Step, TrainBatch
 from dflash.features import FeatureStore
 from dflash.pipeline.channel import Channel, Reorder, Turn
-from dflash.pipeline.device import Lane, Timer, pinned, receive
+from dflash.pipeline.device import Lane, Stopwatch, pinned, receive
 from dflash.pipeline.telemetry import Clock
 from dflash.pipeline.work import Plan
 from dflash.trainer import PendingReport
@@ -81,7 +81,7 @@ def run_target(
     clock: Clock,
 ) -> None:
     """Take micro-batches as they come, put their features under their index; returns by raising Closed."""
-    timer = Timer(target.device)
+    watch = Stopwatch(target.device)
     while True:
         leased, starved = source.take()
         clock.begin()
@@ -94,13 +94,13 @@ def run_target(
             return free.put(buffers)
 
         if features is not None and features.has(batch.row_ids):  # read from disk: the device is not needed
-            waited, item = 0.0, lane.carry(batch, compute, timer, release)
+            waited, item = 0.0, lane.carry(batch, compute, watch, release)
         else:
             with turn.taken() as waited:
-                item = lane.carry(batch, compute, timer, release)
+                item = lane.carry(batch, compute, watch, release)
         clock.rest()
         blocked = waited + output.put(leased.order, item)
-        clock.add(busy=timer.taken(), starved=starved, blocked=blocked)
+        clock.add(busy=watch.taken(), starved=starved, blocked=blocked)
 
 
 def batch_features(target: HasFeatures, features: FeatureStore | None, batch: TrainBatch, ids: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def train(
 
     A step of which this process has no micro-batch is made all the same: the other processes wait for it.
     """
-    timer = Timer(trainer.device)
+    watch = Stopwatch(trainer.device)
     for at in steps:
         starved = blocked = 0.0
         for _ in at.indices:
@@ -133,14 +133,14 @@ def train(
             starved += waited
             clock.begin()
             receive(item, trainer.device)
-            with turn.taken() as waited, timer.measured():
+            with turn.taken() as waited, watch.measured():
                 trainer.accumulate(item)
             clock.rest()
             blocked += waited
         clock.begin()
-        with turn.taken() as waited, timer.measured():
+        with turn.taken() as waited, watch.measured():
             report = trainer.step(at)
         clock.rest()
-        clock.add(busy=timer.taken(), starved=starved, blocked=blocked + waited)
+        clock.add(busy=watch.taken(), starved=starved, blocked=blocked + waited)
         if not on_step(report):
             return
