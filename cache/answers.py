@@ -139,7 +139,7 @@ class AnswerFinder:
         span = _trimmed(
             start,
             end,
-            before if body.startswith(before) and "reasoning_content" not in message else "",
+            before if body.startswith(before) else "",
             after if body.endswith(after) else "",
         )
         return span if self._holds(message, text[span[0] : span[1]], prompt) else None

@@ -18,6 +18,8 @@ from toy import (
     tokenised,
 )
 
+from cache.control import BREAK, ControlText
+
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a22_typed_control_tokens_stay_text(tmp_path, template):
@@ -74,6 +76,14 @@ def test_a22_whatever_is_typed_gives_its_own_bytes(tmp_path_factory, template, q
     ((ids, mask),) = rows(made)
     assert ids == [U, *question.encode(), E, A, *answer.encode(), E]
     assert mask == [0] * (3 + len(question.encode())) + [1] * (1 + len(answer.encode()))
+
+
+def test_a22_control_tokens_that_overlap():
+    control = ControlText({"ab", "ba", "abc"})
+    assert control.broken("xaba") == f"xa{BREAK}b{BREAK}a"
+    assert control.broken([{"a": "abc", "b": 1}]) == [{"a": f"a{BREAK}bc", "b": 1}]
+    assert not control.is_in({"a": ["a b", None, 1]})
+    assert not ControlText(set()).is_in("ab")
 
 
 def test_a22_token_of_one_character_refuses_the_row(tmp_path):
