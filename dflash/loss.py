@@ -170,7 +170,10 @@ class _Running:
             self.inner.mul_(shrink).add_((exponentials * inner).sum(-1, keepdim=True))
         if slope is not None:
             exponentials *= slope
-        self.rows.mul_(shrink).add_(exponentials.to(rows.dtype) @ rows)
+        if rows.dtype == self.rows.dtype:
+            self.rows.mul_(shrink).addmm_(exponentials, rows)
+        else:
+            self.rows.mul_(shrink).add_(exponentials.to(rows.dtype) @ rows)
 
     def log_mass(self) -> Tensor:
         """log Σ exp(logit)."""
@@ -193,7 +196,9 @@ def _slot_losses(hidden: Tensor, head: Head, label: Tensor, states: Tensor | Non
         if theirs is not None and states is not None:
             wanted = head.tile(states, start, stop).to(dtype)
             theirs.add(wanted, rows, slope, inner=wanted - logits)
+            del wanted
         own.add(logits, rows, slope)
+        del logits, slope  # or this tile would still be there while the next one is made
     right &= (at_label == own.peak).squeeze(1)
     gradient = own.rows / own.mass
     if theirs is not None:
