@@ -26,12 +26,13 @@ def evaluate(name: Name, evaluation: EvaluationConfig | None = None, home: Home 
 
     Args:
         name: name of the run; its directory is home/runs/name
-        evaluation: how it is evaluated; null means as the run's own parameters say
+        evaluation: how it is evaluated; what is not given is as the run's own parameters say
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
     """
     parameters = read_parameters(run_directory(name, home))
     if evaluation is not None:
-        parameters = parameters.model_copy(update={"evaluation": evaluation})
+        given = evaluation.model_dump(exclude_unset=True)
+        parameters = parameters.model_copy(update={"evaluation": parameters.evaluation.model_copy(update=given)})
     evaluation_ = evaluate_run(*prepare_run(parameters))
     return Completed(message=outcome(evaluation_), data=evaluation_)
 

@@ -23,12 +23,13 @@ def export(name: Name, export: ExportConfig | None = None, home: Home = None) ->
 
     Args:
         name: name of the run; its directory is home/runs/name
-        export: layouts and place; null means as the run's own parameters say
+        export: layouts and place; what is not given is as the run's own parameters say
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
     """
     parameters = read_parameters(run_directory(name, home))
     if export is not None:
-        parameters = parameters.model_copy(update={"export": export}).resolved()
+        given = parameters.export.model_copy(update=export.model_dump(exclude_unset=True))
+        parameters = parameters.model_copy(update={"export": given}).resolved()
     exported = export_run(parameters)
     return Completed(message=outcome(exported), data=exported)
 

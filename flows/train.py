@@ -89,7 +89,11 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
 def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
     """A wrong parameter or a bad row fails at once; a killed process or a lost GPU may do better next time."""
     failure = state.result(raise_on_failure=False)
-    return not (isinstance(failure, BaseException) and is_hopeless(failure))
+    is_worth_it = not (isinstance(failure, BaseException) and is_hopeless(failure))
+    if is_worth_it:
+        logger.warning("%s failed: %s: %s", task.name, type(failure).__name__, failure)
+        logger.warning("It is tried again, up to %d times, from where it got to.", task.retries)
+    return is_worth_it
 
 
 # Called directly, never submitted: signals reach the main thread only. The retries sit here, around the child process,

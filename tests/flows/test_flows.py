@@ -82,6 +82,9 @@ def test_what_repeats_evaluation_and_export(home: Path, tree: dict[str, Any]) ->
     assert stages_run(home)[6:] == ["evaluate"]
     run(export, {"name": "tiny"})
     assert len(stages_run(home)) == 7
+    run(evaluate, {"name": "tiny", "evaluation": {"max_new_tokens": 5}})
+    evaluation = json.loads((home / "runs/tiny/config.json").read_text())["evaluation"]
+    assert (evaluation["prompts"], evaluation["max_new_tokens"]) == (3, 5), "what is not given stays as it was"
 
 
 def test_evaluation_of_an_unknown_run_says_which_there_are(home: Path, tree: dict[str, Any]) -> None:
