@@ -1,4 +1,4 @@
-"""The layout that machines enforce: what the wheel holds, who imports whom, who starts threads, how long modules are."""
+"""The layout that machines enforce: what the wheel holds, who imports whom, who starts threads, how long a module."""
 
 import ast
 import subprocess
