@@ -69,6 +69,7 @@ class TrainingConfig(_Model):
     epochs_per_run: int | None = Field(None, description="end this run after so many epochs; the next goes on", ge=1)
     stop_after_s: float | None = Field(None, description="end this run after so many seconds; the next goes on", gt=0)
     checkpoint_every_steps: int = Field(500, description="steps between checkpoints", ge=1)
+    checkpoint_every_s: float = Field(900.0, description="seconds after which a checkpoint is due anyhow", gt=0)
     evaluate_every_steps: int | None = Field(
         None,
         description="steps between measurements of τ on a few held-out rows, each with a checkpoint; the best is kept",

@@ -23,6 +23,7 @@ _FREE = {
     "epochs_per_run",
     "stop_after_s",
     "checkpoint_every_steps",
+    "checkpoint_every_s",
     "evaluate_every_steps",
     "log_every_steps",
     "keep",

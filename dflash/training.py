@@ -134,6 +134,7 @@ class _Run:
         self.monitor = Monitor(opened, self.targets[0], ends) if watched else None
         self.pending: deque[PendingReport] = deque()
         self.stop = False
+        self.stop_step: int | None = None  # the first step whose processes were asked to stop
 
     def run(self) -> None:
         """Train to the end of this run's part and write train.json."""
@@ -148,7 +149,7 @@ class _Run:
         at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
         log.info("training from %s", at)
         self.progress = Progress(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
-        self.began = self.lined = self.stepped = time.monotonic()
+        self.lined = self.stepped = self.saved = time.monotonic()
         try:
             self.pipeline.run(start.epoch, start.step, end, self._on_step)
             self._settle(0)
@@ -175,14 +176,17 @@ class _Run:
         done = self.state.steps_total + len(self.pending)
         training = self.training
         evaluated = training.evaluate_every_steps is not None and done % training.evaluate_every_steps == 0
-        saved = evaluated or done % training.checkpoint_every_steps == 0
+        overdue = time.monotonic() - self.saved >= training.checkpoint_every_s
+        saved = evaluated or overdue or done % training.checkpoint_every_steps == 0
         self._settle(0 if saved or done % training.log_every_steps == 0 else 1)
         if evaluated:
             self._evaluate()
         if saved:
             self._save()
-        # Several processes must agree, so they look at the sum; one alone need not wait a step for it.
-        self.stop = self.stop or (self.ranks.size == 1 and self._stop_asked())
+        # Several processes must end at one step: all look at the sum of the step before, whoever has read more by now.
+        # One alone need not wait for it.
+        agreed = self.stop_step is not None and self.stop_step < done
+        self.stop = agreed or (self.ranks.size == 1 and self._stop_asked())
         return not self.stop
 
     def _evaluate(self) -> None:
@@ -211,7 +215,8 @@ class _Run:
     def _count(self, report: StepReport) -> None:
         now, done = time.monotonic(), self.state.steps_total + 1
         self.window.add(report)
-        self.stop = self.stop or report.stop
+        if report.stop and self.stop_step is None:
+            self.stop_step = done
         if done % self.training.log_every_steps == 0:
             self._log(report, now)
         ended = report.step + 1 == report.steps_in_epoch
@@ -260,6 +265,7 @@ class _Run:
 
     def _save(self) -> None:
         """Begin to write a checkpoint of the current position; the features that later epochs need come first."""
+        self.saved = time.monotonic()
         if self.ranks.leads:
             self.writer.save(self.state, self.trainer.drafter.state_dict(), self.trainer.optimizer_tensors())
 

@@ -240,6 +240,13 @@ def test_g5_changed_settings_are_refused_by_name_or_recorded(make_run: Callable[
     tiny.run(command, run / "log")  # the new settings are the run's own now
 
 
+def test_a_checkpoint_is_due_after_some_seconds_too(make_run: Callable[..., Path], tokens: Path) -> None:
+    run = make_run("timed", epochs=1, checkpoint_every_steps=10_000, checkpoint_every_s=1e-6, keep=99)
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    steps = json.loads((run / "train.json").read_text())["steps"]
+    assert len(list((run / "checkpoints").iterdir())) == steps + 1
+
+
 def nothing_counts() -> None:
     from dflash.pipeline import work
 

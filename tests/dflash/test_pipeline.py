@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache.gather import Buffers
 from cache.store import TokenCache
 from dflash.batch import FeatureBatch, Step
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig
 from dflash.errors import ConfigMismatch, StageFailed
 from dflash.pipeline import run as pipeline_run
 from dflash.pipeline.channel import Channel, Closed, Reorder, Stop
+from dflash.pipeline.device import Lane, Stopwatch
 from dflash.pipeline.run import Pipeline, capacity
 from dflash.pipeline.telemetry import bottleneck
 from dflash.pipeline.work import Plan
@@ -132,6 +134,21 @@ def test_the_trainer_sees_index_order_whatever_the_timing(tokens: Path) -> None:
     Pipeline(new_plan(tokens, batches_per_step=2), alone, [FakeTarget()]).run(0, 0, 2, lambda _: True)
     assert trainer.seen == alone.seen == sorted(trainer.seen)
     assert trainer.steps == alone.steps
+
+
+def test_leased_memory_goes_back_after_its_last_reader(tokens: Path) -> None:
+    plan = new_plan(tokens)
+    position, row_ids = next(plan.micro_batches(0, 0, 1))
+    batch = plan.make_batch(position, row_ids, Buffers(plan.buffer_tokens))
+    calls: list[str] = []
+
+    def features(ids: Tensor) -> Tensor:
+        calls.append("read")
+        return ids[..., None].float()
+
+    item = Lane(CPU, CPU).carry(batch, features, Stopwatch(CPU), lambda: calls.append("released"))
+    assert calls == ["read", "released"]
+    assert not item.batch.ids.numel(), "nobody behind the target can read it"
 
 
 def fail(error: BaseException) -> Callable[[], None]:
