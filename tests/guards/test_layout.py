@@ -80,3 +80,14 @@ def test_wheel_holds_the_three_packages_and_nothing_else(tmp_path: Path) -> None
     top = {entry.split("/")[0] for entry in names}
     assert {entry for entry in top if not entry.endswith(".dist-info")} == set(PACKAGES)
     assert {name(path) for path in MODULES} == {entry for entry in names if entry.endswith(".py")}
+
+
+def test_transformers_is_imported_in_one_module_of_cache_and_only_when_needed() -> None:
+    """It pulls in torch, which a cached preparation must not load."""
+    assert {name(path) for path in MODULES if name(path).startswith("cache/") and "transformers" in imports(path)} <= {
+        "cache/chat.py"
+    }
+    top = ast.parse((ROOT / "cache/chat.py").read_text()).body
+    assert not [
+        node for node in top if isinstance(node, ast.Import | ast.ImportFrom) and "transformers" in ast.dump(node)
+    ]
