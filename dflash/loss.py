@@ -218,12 +218,14 @@ def _read_label(logits: Tensor, label: Tensor, start: int, before: Tensor, at_la
     column = label - start
     inside = (column >= 0) & (column < logits.shape[1])
     if logits.device.type == "cpu":
-        # Few slots have their label in this tile: argmax, the slowest of these operations, runs over those alone.
+        # argmax is the slowest of these operations: it runs over the few slots whose label can be the largest alone.
         here = inside.nonzero().squeeze(1)
-        mine, column = logits[here], column[here]
-        value = mine.gather(1, column[:, None])
-        at_label[here] = value
-        right[here] = (mine.argmax(-1) == column) & (value > before[here]).squeeze(1)
+        column = column[here]
+        value = logits[here, column]
+        at_label[here] = value[:, None]
+        largest = (value == logits.amax(-1)[here]) & (value > before[here].squeeze(1))
+        here = here[largest]
+        right[here] = logits[here].argmax(-1) == column[largest]
         return
     column = column.clamp(0, logits.shape[1] - 1)
     value = logits.gather(1, column[:, None])
