@@ -208,6 +208,20 @@ def test_lines_count_blank_ones_in_an_error(make: Any, tmp_path: Path) -> None:
         make(path)
 
 
+@pytest.mark.parametrize("form", ["stream", "file", "parquet", "table"])
+def test_an_error_names_the_row_of_its_file_whatever_the_batches_are(make: Any, tmp_path: Path, form: str) -> None:
+    wrong = table([*ROWS, [1, 5000]])
+    path = tmp_path / "rows.data"
+    if form == "parquet":
+        pa.parquet.write_table(wrong, path, row_group_size=2)
+    elif form != "table":
+        with (pa.ipc.new_stream if form == "stream" else pa.ipc.new_file)(path, wrong.schema) as writer:
+            writer.write_table(wrong, max_chunksize=2)
+    cut = pa.concat_tables([wrong.slice(0, 2), wrong.slice(2)]) if form == "table" else None
+    with pytest.raises(BadRow, match=r"row 4 of .*token id 5000"):
+        make(path, data=cut)
+
+
 def test_D1_half_a_surrogate_pair_beside_the_rows_harms_nobody(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     odd = json.dumps(JSON_ROWS[1])[:-1] + ', "text": "\\ud83d x"}\n'
