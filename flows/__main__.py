@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import textwrap
+from typing import Any
 
 from cache.errors import CacheError
 from dflash.errors import DflashError
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         server = choose_server()
         flow = deployment.load()
         parameters = check_parameters(flow.fn, tree)
+        _require_inputs(parameters)
         _speak_plainly()
         if options.dry_run:
             from flows.dryrun import dry_run
@@ -58,6 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
         print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
+
+
+def _require_inputs(parameters: dict[str, Any]) -> None:
+    """A path that leads nowhere is found before a server is started for it."""
+    from flows.prepare import require_inputs  # imports Prefect
+
+    if {"rows", "target"} <= parameters.keys():
+        require_inputs(parameters["rows"], parameters["target"], resolve_home(parameters.get("home")))
 
 
 def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:

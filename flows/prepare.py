@@ -8,6 +8,7 @@ from prefect import flow, task
 from prefect.context import FlowRunContext
 
 from cache.config import RowsConfig
+from cache.files import find_parts
 from cache.key import content_key
 from cache.store import TokenCache
 from cache.writer import Progress, build, refuse_drops
@@ -108,15 +109,26 @@ def _stage_progress(progress: Progress) -> StageProgress:
     )
 
 
+def require_inputs(rows: RowsConfig, target: TargetConfig, home: Path) -> None:
+    """Raises what is wrong with the places of rows and target, before anything is started."""
+    require_target(resolve_target(target, home))
+    find_parts(resolve_rows(rows, home))
+
+
+def require_target(target: TargetConfig) -> None:
+    place = Path(target.model)
+    if place.suffix == ".gguf" and not place.is_file():
+        raise BadParameter(f"target.model: there is no file {place}. `make demo` fetches the one of the demo.")
+    if place.suffix != ".gguf" and place.is_absolute() and not place.is_dir():
+        raise BadParameter(f"target.model: there is no directory {place}. Name one, a GGUF file, or a hub model.")
+
+
 def local_target(target: TargetConfig, home: Path, run: Path | None = None) -> TargetConfig:
     """The target with a GGUF file replaced by the directory of its dequantised weights, made once per content."""
+    require_target(target)
     file = Path(target.model)
     if file.suffix != ".gguf":
-        if file.is_absolute() and not file.is_dir():
-            raise BadParameter(f"target.model: there is no directory {file}. Name one, a GGUF file, or a hub model.")
         return target
-    if not file.is_file():
-        raise BadParameter(f"target.model: there is no file {file}. `make demo` fetches the one of the demo.")
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     directory = home / "targets" / sha256
