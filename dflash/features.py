@@ -102,7 +102,7 @@ def open_features(opened: OpenRun) -> FeatureStore:
         "training.tokens_per_batch",
         "training.seed",
     )
-    width = len(opened.shape.taps) * opened.shape.hidden_size
+    width = opened.feature_width
     key = {name: settings[name] for name in names}
     return FeatureStore.open(opened.run.path / "features", opened.store.offsets, width, key)
 
