@@ -40,7 +40,7 @@ def llama(**changes: Any) -> PreTrainedModel:
             "bos_token_id": 0,
             "eos_token_id": STOP,
             "pad_token_id": 1,
-            "initializer_range": 0.15,
+            "initializer_range": 0.4,
             **changes,
         }
     )
@@ -83,7 +83,7 @@ def taught(block_size: int = 4) -> Toy:
     embedding, head = made.ends
     embedded = embed_blocks(embedding, labels[..., 0], block_size, MASK)
     optimizer = torch.optim.Adam(made.drafter.parameters(), lr=4e-3)
-    for _ in range(30):
+    for _ in range(40):
         logits = head.logits(made.drafter(features, embedded, anchors)[:, :, 1:])
         optimizer.zero_grad()
         nn.functional.cross_entropy(logits.flatten(0, 2), labels[:, :, 1:].flatten()).backward()
