@@ -216,6 +216,16 @@ def test_several_servers_share_the_work_and_one_may_be_down(ask: Callable[..., P
         check(ask("http://127.0.0.1:9/v1", url, name="one", retries=2), "server")  # nobody listens on port 9
 
 
+def test_a_server_that_fails_rests(ask: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "FIRST_REST_S", 60.0)
+    monkeypatch.setattr(servers, "LONGEST_REST_S", 60.0)
+    down, up = Script(), Script()
+    down.fail = lambda number: 503
+    with server(down) as one, server(up) as two:
+        check(ask(one, two, concurrency=1), "server")
+    assert (len(down.seen), len(up.seen)) == (1, ROWS)
+
+
 def test_requests_under_way(ask: Callable[..., Path]) -> None:
     script = Script()
     script.pause_s = 0.03
