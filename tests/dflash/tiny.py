@@ -27,7 +27,8 @@ MASK_TOKEN = 60
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["dflash.training", "dflash.evaluate", "dflash.export", "dflash.check", "dflash.generate"])
+_MODULES = ("training", "evaluate", "export", "check", "generate")
+_CONTEXT.set_forkserver_preload([f"dflash.{name}" for name in _MODULES])
 
 
 def make_target(directory: Path, layers: int = 5) -> Path:
