@@ -25,7 +25,7 @@ pip_install() {
 }
 
 if [ "$what" = bench ]; then
-    "$0" test
+    scripts/setup.sh test
     step "installing the peers of the benchmarks into .bench/"
     # Without their dependencies: these would bring a CUDA build of torch. What they really import is named here.
     pip_install --no-deps --upgrade --target .bench mosaicml-streaming==0.13.0 megatron-core==0.16.1 \
