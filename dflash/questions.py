@@ -181,8 +181,7 @@ def _conversation(raw: Any, *, is_json: bool) -> Any:
         return raw  # decoded again by `messages_of`, which repairs half surrogate pairs
     if not is_json and isinstance(value, list) and all(isinstance(message, dict) for message in value):
         return raw
-    text = value if is_json else raw
-    return [{"role": "user", "content": text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")}]
+    return [{"role": "user", "content": value if is_json else raw}]
 
 
 def _stretches(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:

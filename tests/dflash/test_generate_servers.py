@@ -37,6 +37,7 @@ class Script:
         self.gives_ids = True
         self.refuses_more = False  # fields that OpenAI's protocol does not have
         self.finish = "stop"
+        self.opens_with: list[int] = []  # what its own template writes first
         self.seen: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.under_way = self.most_under_way = 0
@@ -73,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         script = self.script
-        prompt = body["prompt"] if "prompt" in body else rendered(body["messages"])
+        prompt = body["prompt"] if "prompt" in body else [*script.opens_with, *rendered(body["messages"])]
         last = bytes(prompt[len(prompt) - 1 - prompt[::-1].index(U) + 1 : -2])
         said = last[:3][::-1]
         ids = [*said, E] if script.finish == "stop" else [*said]
@@ -195,6 +196,14 @@ def test_no_end_of_turn_is_invented_for_a_cut_answer(gives_ids: bool, ask: Calla
     script.finish, script.gives_ids = "length", gives_ids
     with server(script) as url:
         check(ask(url), "server" if gives_ids else "tokenised", end=False)
+
+
+def test_the_prompt_is_the_one_that_the_server_saw(ask: Callable[..., Path]) -> None:
+    script = Script()
+    script.opens_with = [256]
+    with server(script) as url:
+        lines = lines_of(ask(url, api="chat"))
+    assert [line["input_ids"] for line in lines] == [[256, *expected(row)[0]] for row in range(ROWS)]
 
 
 def test_every_failure_is_tried_again(ask: Callable[..., Path]) -> None:
