@@ -103,6 +103,25 @@ def test_a7_default_system_text_and_separators_are_in_the_ids(tmp_path):
     assert supervised_runs(chat, made) == [["ok[E]", "no[E]"]]
 
 
+def test_a7_template_over_many_lines_is_read_as_serving_reads_it(tmp_path):
+    template = """{% for m in messages %}
+    {% if m.role == 'stop' %}{% break %}{% endif %}
+    {% if m.role == 'assistant' %}
+[A]{{ m.content }}[E]
+    {% else %}
+[U]{{ m.content }}[E]
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+[A]
+{%- endif %}"""
+    chat = chat_tokenizer(tmp_path, template)
+    made = tokenised(chat, [C0])
+    ids = [U, *b"hi", E, 10, A, *b"ok", E, 10, U, *b"go", E, 10, A, *b"no", E, 10]
+    assert rows(made)[0][0] == ids == chat._tokenizer.apply_chat_template(C0, tokenize=True, return_dict=False)
+    assert supervised_runs(chat, made) == [["ok[E]", "no[E]"]]
+
+
 def test_a7_ids_other_than_serving_sees_are_refused(tmp_path):
     chat = chat_tokenizer(tmp_path)
     chat._template.source = PLAIN.replace("[E]", "[EOS]")  # what serving would render

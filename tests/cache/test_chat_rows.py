@@ -45,6 +45,13 @@ def test_a16_role_orders(tmp_path, roles, supervised, dropped, noted):
     assert chat.noted == noted
 
 
+def test_a16_what_follows_the_last_answer_is_not_in_the_row(tmp_path):
+    chat = chat_tokenizer(tmp_path)
+    unanswered = [*C0, {"role": "user", "content": "more"}, {"role": "assistant", "content": " "}]
+    made = tokenised(chat, [unanswered], finished=[False])  # what was cut there is not the last answer
+    assert rows(made) == [(C0_IDS, C0_MASK)]
+
+
 def test_a16_unknown_role_and_empty_answers_are_counted(tmp_path):
     chat = chat_tokenizer(tmp_path)
     critic = [
