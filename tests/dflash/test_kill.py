@@ -25,7 +25,7 @@ Killed = dict[str, int]
 
 
 def die_in_call(number: int) -> None:
-    """For `tiny.start`: this process kills itself at the start or the end of its `number`-th call to the file system."""
+    """For `tiny.start`: this process kills itself before or after one of its calls to the file system."""
     calls = 0
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:

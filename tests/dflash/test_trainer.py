@@ -21,7 +21,7 @@ def summed(loss: float, slots: int, trainer: Any) -> BlockLoss:
 def test_h1_h4_tokens_weigh_alike_whatever_their_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = new_trainer()
     for loss, slots in ((4.0, 1), (1.0, 3)):
-        monkeypatch.setattr(dflash.trainer, "forward_loss", lambda *_, l=loss, n=slots: summed(l, n, trainer))
+        monkeypatch.setattr(dflash.trainer, "forward_loss", lambda *_, mean=loss, n=slots: summed(mean, n, trainer))
         trainer.accumulate(rows(1))
     report = trainer.step(at()).report()
     assert report.loss == 1.75  # a mean of means is 2.5
