@@ -145,9 +145,14 @@ def test_no_counted_slot_gives_zero() -> None:
 def test_correct_by_slot_counts_where_the_label_is_the_first_of_the_largest() -> None:
     hidden, labels, weights, _ = problem(2)
     head = heads()["plain"]
+    head.weight[[0, 2]] *= 4.0
     head.weight[7] = head.weight[2]  # a tie over tiles
     head.weight[1] = head.weight[0]  # and one inside a tile
+    with torch.no_grad():
+        hidden[0, 0, 1:], hidden[0, 1, 1:] = 9 * head.weight[0], 9 * head.weight[2]
+    weights[0, :2, 1:] = 1.0
     best = head.logits(hidden).argmax(-1)
+    assert {0, 2} <= set(best[weights > 0].tolist())
     for shift in (best, labels, torch.where(best == 2, 7, best), torch.where(best == 0, 1, best)):
         loss = block_loss(hidden, head, shift, weights)
         right = ((best == shift) & (weights > 0)).float().flatten(0, 1).sum(0)
