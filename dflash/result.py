@@ -20,7 +20,9 @@ def result(
     state, training = done.state, opened.config.training
     lines = list(opened.run.metric_lines())
     stages = stages or (lines[-1]["stages"] if lines else {})
-    tokens, padded = (sum(line["tokens"] / (1 - line["padding"] if p else 1) for line in lines) for p in (False, True))
+    tokens = sum(line["tokens"] for line in lines)
+    padded = sum(line["tokens"] / (1 - line["padding"]) for line in lines)
+    reuse = training.features == "reuse"
     return {
         "finished": state.epoch >= training.epochs,
         "epochs_done": state.epoch,
@@ -34,11 +36,11 @@ def result(
         "padding": 1 - tokens / padded if padded else None,
         "skipped": sum(line["skipped"] for line in lines),
         "stages": stages,
-        "bottleneck": bottleneck(stages, shared=shared),
+        "bottleneck": bottleneck(stages, shared=shared, reuse=reuse),
         "resumed_from": resumed.path.name if resumed else None,
         "checkpoint": str(done.path),
         "best": state.best,
-        "features_reused": training.features == "reuse",
+        "features_reused": reuse,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "threads": state.threads,
     }

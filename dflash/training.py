@@ -247,7 +247,7 @@ class _Run:
     def _log(self, report: StepReport, now: float) -> None:
         """Write the window's line and begin the next one."""
         stages, window, seconds = self.pipeline.stages(), self.window, now - self.lined
-        sentence = bottleneck(stages, shared=self.pipeline.shares_cores)
+        sentence = bottleneck(stages, shared=self.pipeline.shares_cores, reuse=self.features is not None)
         if self.ranks.leads:
             facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
             write_line(self.opened.run, window, report, seconds, facts)

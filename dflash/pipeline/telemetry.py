@@ -42,8 +42,11 @@ def merge(clocks: list[Clock]) -> Clock:
     return Clock(*(sum(getattr(clock, name) for clock in clocks) for name in SHARES))
 
 
-def bottleneck(stages: dict[str, dict[str, float]], *, shared: bool = False) -> str:
-    """One sentence: who is the busiest, who waits, what to change. `shared`: target and drafter take turns."""
+def bottleneck(stages: dict[str, dict[str, float]], *, shared: bool = False, reuse: bool = False) -> str:
+    """One sentence: who is the busiest, who waits, what to change.
+
+    `shared`: target and drafter take turns on one device. `reuse`: features are kept after the first epoch.
+    """
     if not any(share["busy"] for share in stages.values()):  # true of no stages, too
         return "nothing has run yet"
     busy = {name: share["busy"] for name, share in stages.items()}
@@ -53,8 +56,13 @@ def bottleneck(stages: dict[str, dict[str, float]], *, shared: bool = False) -> 
         return f"{share}, target {stages['target']['starved']:.0%} starved: put the token cache on a faster disk"
     if shared:
         target, train = f"target {busy['target']:.0%} busy", f"train {busy['train']:.0%} busy"
-        change = "set training.features=reuse to run the target in the first epoch only" if name == "target" else ""
-        return f"{target}, {train} of one device: {change or 'the drafter sets the pace; fewer anchors are faster'}"
+        if name == "train":
+            change = "the drafter sets the pace; fewer anchors are faster"
+        elif reuse:
+            change = "the target runs in the first epoch only"
+        else:
+            change = "set training.features=reuse to run the target in the first epoch only"
+        return f"{target}, {train} of one device: {change}"
     if name == "target":
         return f"{share}, train {stages['train']['starved']:.0%} starved: add a target device, or more anchors"
     return (
