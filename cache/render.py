@@ -15,6 +15,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cache.errors import CacheError
@@ -46,6 +47,25 @@ class _Generation(Extension):
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, without its search for what templates read most: a key of a message, a fact about the loop.
+
+    The sandbox asks a dict for an attribute first, which raises for every key, and inspects each value it hands out.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        if kind is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+_OF_DICTS = frozenset(dir(dict))
+_OF_LOOPS = frozenset(("first", "last", "index", "index0"))
+
+
 class Template:
     """A compiled template with the arguments that are the same for all rows."""
 
@@ -56,9 +76,7 @@ class Template:
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._written: dict[str, str] = {}  # form → the day in it, as the template asked for
         self._day = arguments.get("strftime_now")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _tojson
         names = {"raise_exception": _raise, "strftime_now": self._strftime_now, "tools": None, "documents": None}
         self._names: dict[str, Any] = {**environment.globals, **names, **self.arguments}
