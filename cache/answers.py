@@ -19,6 +19,7 @@ from cache.shape import Order, Shape, order_of, placeholders, shape_of
 ANSWER = "\ufdd3"  # stands for an answer where we ask what the template writes around any
 PROVE_EVERY = 128  # conversations: one of so many of a known shape is proved on its own
 MAX_ORDERS = 4096
+MAX_AROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ class AnswerFinder:
         if not found or not before.startswith(prompt):
             return "", ""
         around = before[len(prompt) :], after[: max(0, after.find(stop))]
-        self._around.add(around)
+        if len(self._around) < MAX_AROUND:
+            self._around.add(around)
         return around
 
     def _holds(self, message: Message, body: str, prompt: str) -> bool:

@@ -15,7 +15,7 @@ from cache.answers import AnswerFinder, Document
 from cache.config import Columns
 from cache.control import ControlText
 from cache.conversation import Conversation, Counts, read_conversations
-from cache.errors import CacheMismatch
+from cache.errors import BadSource, CacheMismatch
 from cache.lists import Place
 from cache.mask import Answers, supervise
 from cache.message import Refused
@@ -45,6 +45,11 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        if not self._tokenizer.is_fast:
+            raise BadSource(
+                f"the tokenizer in {tokenizer} has no tokenizer.json, expected one: by it, tokens are matched with text."
+                " Save it again with transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…)."
+            )
         self._supervise = supervise
         self.noted: Counter[str] = Counter()
         self._num_documents = 0  # so far, over all batches

@@ -117,8 +117,10 @@ class Template:
             names["tools"] = tools
         try:
             return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
-        except (jinja2.TemplateError, TypeError) as error:
-            raise Refused(f"template_refuses: {str(error)[:120]}") from None
+        except BadTemplate:
+            raise
+        except Exception as error:  # whatever the template does with this conversation, the others go on
+            raise Refused(f"template_refuses: {str(error)[:80] or type(error).__name__}") from None
 
     def _strftime_now(self, form: str) -> str:
         """The day in the form that the template asks for: a fixed one, since the same rows must give the same ids."""

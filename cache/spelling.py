@@ -32,6 +32,9 @@ class Speller:
     """Encodes with a `tokenizers.Tokenizer`, whose own threads do the work."""
 
     def __init__(self, backend: Any) -> None:
+        # A tokenizer may have been saved with a longest text, which would cut rows without a word.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self._widths = _widths(backend)
         self._spells = True  # until a batch shows that these tokens mostly do not spell their texts

@@ -232,6 +232,13 @@ def test_arrow_lists_honour_slices_and_nulls(tmp_path):
     assert made.dropped == {"empty": 1}
 
 
+def test_template_that_fails_on_a_row_spares_the_others(tmp_path):
+    template = "{% if messages[0].content == 'zero' %}{{ 1 // 0 }}{% endif %}" + PLAIN
+    made = tokenised(chat_tokenizer(tmp_path, template), [[{"role": "user", "content": "zero"}, C0[1]], C0])
+    assert made.dropped == {"template_refuses: integer division or modulo by zero": 1}
+    assert rows(made) == [(C0_IDS, C0_MASK)]
+
+
 def test_tools_reach_the_template(tmp_path):
     chat = chat_tokenizer(tmp_path, "{{ tools | tojson if tools }}" + PLAIN)
     tools = json.dumps([{"name": "f"}])

@@ -85,6 +85,13 @@ def test_pieces_are_tokenised_apart_and_counted_together():
     assert encoded.text_start.tolist() == [0, 2, 7, 7]
 
 
+def test_saved_truncation_and_padding_are_off():
+    backend = byte_level()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    assert Speller(backend).encode([["[E]bcdef"]]).ids.tolist() == [256, *b"bcdef"]
+
+
 def test_texts_that_are_not_spelled_are_encoded_once():
     backend = with_blanks(normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]))
     speller = Speller(backend)
