@@ -47,7 +47,7 @@ class ChatTokenizer:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         if not self._tokenizer.is_fast:
             raise BadSource(
-                f"the tokenizer in {tokenizer} has no tokenizer.json, expected one: by it, tokens are matched with text."
+                f"the tokenizer in {tokenizer} has no tokenizer.json, expected one: it tells which text a token covers."
                 " Save it again with transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…)."
             )
         self._supervise = supervise

@@ -13,6 +13,7 @@ USUAL = {
     "messages": ("messages", "conversations"),
     "group": ("domain", "group"),
 }
+PAIRS = (("prompt", "completion"), ("prompt", "response"))  # a conversation in two columns
 BESIDE_MESSAGES = ("finished", "tools")  # what conversations may have beside them
 
 
@@ -25,13 +26,19 @@ class Layout:
     mask: str | None = None
     messages: str | None = None
     group: str | None = None
+    pair: tuple[str, str] | None = None  # instead of messages
     beside: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
         named = [self.ids, self.mask, self.messages, self.group]
-        return [name for name in named if name is not None] + list(self.beside)
+        return [name for name in named if name is not None] + [*(self.pair or ()), *self.beside]
+
+    @property
+    def rows(self) -> str:
+        """The column of rows, to name it in an error."""
+        return self.ids or self.messages or " and ".join(self.pair or ())
 
     @property
     def mask_is_labels(self) -> bool:
@@ -60,12 +67,13 @@ def resolve(names: Sequence[str], rows: RowsConfig, file: str) -> Layout:
                 f"{', '.join(names)}. Set rows.columns.mask, or rows.supervise_all=true to supervise every token."
             )
         return Layout("tokens", ids=ids, mask=mask, group=group)
-    if messages is not None:
+    pair = None if messages else next((pair for pair in PAIRS if pair[0] in names and pair[1] in names), None)
+    if messages is not None or pair is not None:
         beside = tuple(name for name in BESIDE_MESSAGES if name in names)
-        return Layout("conversations", messages=messages, group=group, beside=beside)
+        return Layout("conversations", messages=messages, group=group, pair=pair, beside=beside)
     raise BadSource(
-        f"{file}: neither token ids ({', '.join(USUAL['ids'])}) nor conversations ({', '.join(USUAL['messages'])}) "
-        f"among its columns {', '.join(names)}. Set rows.columns.ids or rows.columns.messages."
+        f"{file}: neither token ids ({', '.join(USUAL['ids'])}) nor conversations ({', '.join(USUAL['messages'])}, "
+        f"prompt and completion) among its columns {', '.join(names)}. Set rows.columns.ids or rows.columns.messages."
     )
 
 

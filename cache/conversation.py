@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from cache.columns import PAIRS
 from cache.config import Columns
 from cache.errors import BadRow
 from cache.lists import Place
 from cache.message import Message, Refused, SchemaError, standard_message
 
 MESSAGES = ("messages", "conversations", "conversation")
-PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"))
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

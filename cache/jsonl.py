@@ -85,21 +85,20 @@ def token_batch(lines: Lines, layout: Layout, schema: pa.Schema, path: Path) -> 
 
 def conversation_batch(lines: Lines, layout: Layout, path: Path) -> pa.RecordBatch:
     """One record batch with the conversations (and tools) as JSON text; half a surrogate pair becomes U+FFFD."""
-    assert layout.messages is not None
-    names = (layout.messages, *USUAL["messages"])
     rows = []
     for number, row in _objects(lines, path):
-        name = next((name for name in names if name in row), None)
-        if name is None:
+        name = next((name for name in (layout.messages, *USUAL["messages"]) if name in row), None)
+        is_there = row.keys() >= set(layout.pair) if layout.pair else name is not None
+        if not is_there:
             raise BadRow(
-                f"line {number + 1} of {path}: keys {', '.join(row)}, expected {layout.messages} among them. Repair "
+                f"line {number + 1} of {path}: keys {', '.join(row)}, expected {layout.rows} among them. Repair "
                 "the line, or set rows.columns.messages."
             )
-        rows.append(row | {layout.messages: row[name]})
+        rows.append(row if name is None else row | {layout.messages: row[name]})
     columns = {}
     for name in layout.names:
         values = [row.get(name) for row in rows]
-        if name in (layout.messages, "tools"):
+        if name in (layout.messages, *(layout.pair or ()), "tools"):
             texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
             columns[name] = _text_array(texts)
         elif name == "finished":

@@ -152,7 +152,7 @@ def write_rows(
         except IdOutOfRange as error:
             row = int(made.rows.row[row_of(lengths, error.position)])
             raise BadRow(
-                f"{chunk.place(row)}, column {source.layout.ids or source.layout.messages}: token id {error.value} is "
+                f"{chunk.place(row)}, column {source.layout.rows}: token id {error.value} is "
                 f"not in 0..{vocabulary - 1}, the target's vocabulary of {vocabulary}. The rows were tokenised for "
                 "another model: prepare them again with their own target.model, or set rows.vocabulary."
             ) from None

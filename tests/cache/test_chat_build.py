@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from toy import C0, C0_IDS, C0_MASK, EOS, PLAIN, save_tokenizer
+from toy import C0, C0_IDS, C0_MASK, EOS, PLAIN, E, U, save_tokenizer
 
 from cache.config import RowsConfig
 from cache.errors import BadRow, BadSource
@@ -124,6 +126,18 @@ def test_d2_d3_arguments_and_content_of_other_shapes_in_one_file(prepare):
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in C0]
     cache = prepare([{"messages": C0}, {"messages": parts}, {"conversations": C0, "extra": 1}])
     assert np.asarray(cache.ids).tolist() == C0_IDS * 3
+
+
+def test_a17_prompt_and_completion_in_lines_and_in_parquet(prepare, tmp_path):
+    pairs = [{"prompt": "hi", "completion": "ok", "id": 1}, {"prompt": C0[:3], "completion": C0[3:]}]
+    assert np.asarray(prepare(pairs).ids).tolist() == [*C0_IDS[:8], *C0_IDS]
+    with pytest.raises(BadRow, match=r"line 2 of .*: keys prompt, expected prompt and completion"):
+        prepare([pairs[0], {"prompt": "hi"}])
+    table = pa.table({"prompt": ['["hi"'], "completion": ["ok"]})  # no JSON: text stays text
+    pq.write_table(table, tmp_path / "pairs.parquet")
+    rows = RowsConfig(source=str(tmp_path / "pairs.parquet"), held_out=0.0)
+    built = build(rows, home=tmp_path / "home", tokenizer=tmp_path / "tokenizer", vocabulary=None)
+    assert np.asarray(TokenCache.open(built).ids).tolist() == [U, *b'["hi"', E, *C0_IDS[4:8]]
 
 
 def test_d5_blank_lines_are_no_rows(prepare):
