@@ -43,6 +43,7 @@ def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
             " Correct it, or name another in rows.template."
         )
     stop_ids = {after, tokenizer.eos_token_id, *_generation_stops(directory)} - {None}
+    stop_ids = {identity for identity in stop_ids if tokenizer.convert_ids_to_tokens(identity) is not None}
     special = {identity for identity, token in tokenizer.added_tokens_decoder.items() if token.special}
     before, _, rest = _rendered(template, asked, prompt=True).partition(QUESTION)
     opening = {_opener(ids, added, special) for ids in (_ids(tokenizer, before)[::-1], _ids(tokenizer, rest))}

@@ -145,7 +145,7 @@ def test_smollm2_leaves_reasoning_out_and_that_is_counted(tmp_path):
 
 
 def channels(directory):
-    (directory / "generation_config.json").write_text('{"eos_token_id": [260, 261]}')
+    (directory / "generation_config.json").write_text('{"eos_token_id": [260, 261, 70000]}')
     return shaped(directory, "channels", template_arguments={"strftime_now": "2025-06-01"})
 
 
