@@ -7,6 +7,7 @@ the code by the syntax trees of the modules that convert. Neither torch nor tran
 import ast
 import functools
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,19 @@ def hash_code(package: Path) -> str:
     digest = xxhash.xxh3_128()
     for path in sorted(package.glob("*.py")):
         if path.stem not in NOT_CONVERTING:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = _parse(path.read_text(encoding="utf-8"))
             digest.update(f"{path.stem}:{_spell(tree)};".encode())
     return digest.hexdigest()
+
+
+def _parse(source: str) -> ast.Module:
+    """`ast.parse`, again when Python 3.11 mixed up the trees of two threads: it counts their depth together."""
+    for _ in range(100):
+        try:
+            return ast.parse(source)
+        except SystemError:
+            time.sleep(0.01)
+    return ast.parse(source)
 
 
 def _spell(node: Any) -> str:

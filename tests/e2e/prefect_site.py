@@ -103,13 +103,17 @@ class Site:
         return str(self.call("GET", f"/flow_runs/{flow_run_id}")["state_name"])
 
     def wait_for_state(self, flow_run_id: str, *names: str, timeout_s: float = 240.0) -> str:
-        """Fails at once when the run ends otherwise."""
+        """Fails at once when the run ends otherwise.
+
+        A cancelled run is Crashed, for its own process has ended by a signal, until its worker says why.
+        """
+        other_ends = {"Completed", "Failed", "Crashed", "Cancelled"} - ({"Crashed"} if "Cancelled" in names else set())
 
         def reached() -> str | None:
             state = self.state(flow_run_id)
             if state in names:
                 return state
-            assert state not in ("Completed", "Failed", "Crashed", "Cancelled"), f"flow run {flow_run_id} is {state}"
+            assert state not in other_ends, f"flow run {flow_run_id} is {state}"
             return None
 
         return str(wait_for(f"flow run {flow_run_id} to be {' or '.join(names)}", reached, timeout_s))
