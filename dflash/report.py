@@ -7,7 +7,7 @@ from typing import Any
 from dflash.files import write_atomic
 from dflash.run import RunDirectory
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 52, 24
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 64, 24
 
 # Runs of an answer take these in turn, so that two neighbours never look alike.
 _COLOURS = ("#cfe8ff", "#d6f5d0", "#ffe2c4", "#ead9ff", "#fff2b3")
