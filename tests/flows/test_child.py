@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,14 @@ def fail(kind, module, message, code):
         {"type": kind, "module": module, "message": message, "traceback": "Traceback of the child"}))
     sys.exit(code)
 """
+
+
+@pytest.fixture(autouse=True)
+def usual_sigint() -> Iterator[None]:
+    """A shell that starts the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def run(code: str, directory: Path, seen: list[StageProgress] | None = None) -> None:
