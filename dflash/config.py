@@ -79,6 +79,19 @@ class TrainingConfig(_Model):
     keep: int = Field(3, description="newest checkpoints kept, beside the first and the best", ge=1)
 
 
+# Training parameters that say how long and how often and where features lie, not what is learned.
+NOT_LEARNED = (
+    "features",
+    "epochs_per_run",
+    "stop_after_s",
+    "checkpoint_every_steps",
+    "checkpoint_every_s",
+    "evaluate_every_steps",
+    "log_every_steps",
+    "keep",
+)
+
+
 class EvaluationConfig(_Model):
     """Parameters of evaluation (`evaluation` in the tree)."""
 

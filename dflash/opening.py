@@ -10,24 +10,13 @@ import torch
 import xxhash
 
 from cache.store import TokenCache
-from dflash.config import RunConfig, TargetConfig
+from dflash.config import NOT_LEARNED, RunConfig, TargetConfig
 from dflash.drafter import DrafterShape
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.run import RunDirectory
 from dflash.target import Target, drafter_shape, stop_tokens, text_config
 
-# Fields of the training parameters that do not change the curve: when to stop, save and speak, and where features lie.
-_FREE = {
-    "features",
-    "epochs_per_run",
-    "stop_after_s",
-    "checkpoint_every_steps",
-    "checkpoint_every_s",
-    "evaluate_every_steps",
-    "log_every_steps",
-    "keep",
-}
 _SAMPLE = 1 << 16
 
 
@@ -55,7 +44,7 @@ class OpenRun:
 
     def settings(self) -> dict[str, Any]:
         """Everything that the curve depends on, by field name."""
-        training = self.config.training.model_dump(mode="json", exclude=_FREE)
+        training = self.config.training.model_dump(mode="json", exclude=set(NOT_LEARNED))
         return {
             "token cache": self.store.key,
             "target.model": fingerprint(self.config.target),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cache.errors import CacheError
 from cache.store import TokenCache
+from dflash.config import NOT_LEARNED
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
 from flows.config import Parameters
 from flows.errors import BadParameter, CannotFit, StageRefused, StageStopped
@@ -19,19 +20,6 @@ from flows.run import Tree, newest_checkpoint
 
 if TYPE_CHECKING:
     from prefect.context import TaskRunContext
-
-# Settings that say where, how long and how often, not what is learned: changing one repeats no finished training.
-NOT_LEARNED = (
-    "devices",
-    "features",
-    "epochs_per_run",
-    "stop_after_s",
-    "checkpoint_every_steps",
-    "checkpoint_every_s",
-    "evaluate_every_steps",
-    "log_every_steps",
-    "keep",
-)
 
 # Trying again would fail again: the parameters, the rows or the files have to change first.
 HOPELESS: tuple[type[Exception], ...] = (
@@ -70,7 +58,7 @@ def is_hopeless(error: BaseException) -> bool:
 def train_fingerprint(parameters: Parameters, tokens: Path) -> str:
     tree = parameters.model_dump(mode="json")
     training = {name: value for name, value in tree["training"].items() if name not in NOT_LEARNED}
-    target = {name: value for name, value in tree["target"].items() if name not in NOT_LEARNED}
+    target = {name: value for name, value in tree["target"].items() if name != "devices"}
     target["model"] = Path(target["model"]).name  # a dequantised target is named by its content; places may change
     return _digest([tokens.name, target, tree["drafter"], training])
 
