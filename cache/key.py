@@ -97,6 +97,14 @@ def probe_ids(tokenizer: Path | None) -> list[int]:
     return [int(i) for i in _load(tokenizer).encode(PROBE).ids]
 
 
+def hash_vocabulary(tokenizer: Path) -> str:
+    """Hash of the text of every token id: two tokenizers that agree on the probe may differ in a token beyond it."""
+    if not (tokenizer / "tokenizer.json").is_file():
+        return ""
+    texts = _load(tokenizer).get_vocab(with_added_tokens=True)
+    return xxhash.xxh3_128_hexdigest(canonical(sorted((number, text) for text, number in texts.items())))
+
+
 @functools.cache  # the code that runs is the code that was there when this process began
 def hash_code(package: Path) -> str:
     """Hash of the syntax trees of the modules that convert: comments, docstrings and line breaks are not in it."""

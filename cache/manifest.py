@@ -48,7 +48,7 @@ class Manifest:
     dropped_tokens: int  # tokens of the rows and pieces that were dropped once they were tokens
     length_histogram: tuple[tuple[int, int], ...]  # (longest length of the bin, rows in it), powers of two
     group_names: list[str]
-    tokenizer: dict[str, Any]  # stop ids, ids of a probe text; empty where rows came tokenised without one
+    tokenizer: dict[str, Any]  # stop ids, ids of a probe text, hash of every id's text; empty without a tokenizer
 
     def dtypes(self) -> dict[str, str]:
         return {"ids": self.dtype, "mask": "uint8", **ROW_DTYPES}

@@ -20,7 +20,7 @@ from cache.convert import Converter
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
 from cache.files import Part, find_parts
 from cache.fingerprint import State, state_of
-from cache.key import ContentKey, content_key, probe_ids
+from cache.key import ContentKey, content_key, hash_vocabulary, probe_ids
 from cache.lists import row_of
 from cache.manifest import LAYOUT_VERSION, Manifest, dtype_for
 from cache.shard import IdOutOfRange
@@ -195,7 +195,11 @@ def _chat(source: Source, rows: RowsConfig, tokenizer: Path | None) -> Any:
 def _tokenizer_facts(tokenizer: Path | None, chat: Any) -> dict[str, Any]:
     if tokenizer is None:
         return {}
-    return {"probe": probe_ids(tokenizer), "stop_ids": list(getattr(chat, "stop_ids", ()))}
+    return {
+        "probe": probe_ids(tokenizer),
+        "vocabulary": hash_vocabulary(tokenizer),
+        "stop_ids": list(getattr(chat, "stop_ids", ())),
+    }
 
 
 def _states(parts: Iterable[Part]) -> dict[Path, State]:

@@ -19,13 +19,11 @@ from cache.config import RowsConfig
 from cache.control import BREAK, ControlText
 from cache.message import Message, Refused
 from cache.probe import probe
-from dflash.config import TargetConfig
 from dflash.questions import Question
 
 Finish = Literal["stop", "length"]
 Origin = Literal["generated", "server", "tokenised"]  # of ids: this process, the server, or the text that it gave
 
-TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 _BESIDE = 8  # ids before an answer that are decoded with it: some tokenizers drop a blank at the start of a text
 
 
@@ -183,13 +181,3 @@ class Dialogue:
             self.refuse("prompt_too_long")
             return
         self.request = Request(self.question.row, self._num_answers, self._messages, tools, ids)
-
-
-def tokenizer_directory(target: TargetConfig) -> Path:
-    """Where the tokenizer's files and the sizes are; those of a hub model are fetched, its weights are not."""
-    directory = Path(target.model)
-    if directory.is_dir():
-        return directory
-    from huggingface_hub import snapshot_download  # imported here: a target on disk needs no hub
-
-    return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=TOKENIZER_FILES))

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from cache.key import PROBE
 from cache.manifest import Manifest
 from dflash import checkpoint
 from dflash.checkpoint import Checkpoint
 from dflash.comparison import Comparison, compare, facts, finite, sample
-from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
+from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.opening import OpenRun, cpu_threads, open_run, place
 from dflash.report import write_report
 from dflash.run import Progress
@@ -28,8 +27,7 @@ _TOKENS = 1 << 10
 def evaluate(path: Path, tokens: Path) -> None:
     """Write evaluation.json and report.html of the run's newest checkpoint.
 
-    Raises ConfigMismatch without held-out rows, CheckpointCorrupt without a checkpoint, TargetMismatch when the rows
-    were made with another tokenizer than the target's.
+    Raises ConfigMismatch without held-out rows, CheckpointCorrupt without a checkpoint, and what `open_run` does.
     """
     opened = open_run(path, tokens)
     after = checkpoint.newest(opened.run.checkpoints)
@@ -43,7 +41,6 @@ def evaluate(path: Path, tokens: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
-    check_tokenizer(opened.store.manifest, tokenizer, config.model)
     torch.set_num_threads(cpu_threads())
     device = place(config).drafter
     target = Target.load(config, opened.shape.taps, device)
@@ -96,28 +93,6 @@ def stop_tokens(target: Target, manifest: Manifest) -> frozenset[int]:
     stop = getattr(generation, "eos_token_id", None)
     own = stop if isinstance(stop, list) else [] if stop is None else [stop]
     return frozenset(own) | frozenset(manifest.tokenizer.get("stop_ids", ()))
-
-
-def check_tokenizer(manifest: Manifest, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise TargetMismatch when the rows' tokenizer gave a probe text other ids than the target's tokenizer does.
-
-    Two tokenizers of one size pass every other check: the drafter would learn, and draft, other words.
-    """
-    expected = manifest.tokenizer.get("probe")
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if expected is None or backend is None:
-        return
-    got = backend.encode(PROBE).ids
-    if got != expected:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected))
-        )
-        theirs = tokenizer.convert_ids_to_tokens(expected[at : at + 1])
-        raise TargetMismatch(
-            f"the rows' tokenizer is not the target's: for a probe text it gave {expected[at : at + 4]} at token {at}, "
-            f"where {name} gives {got[at : at + 4]} and reads the rows' ids as {theirs}. "
-            "Prepare the rows again with this target."
-        )
 
 
 def convention(opened: OpenRun, target: Target) -> str:

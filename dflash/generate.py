@@ -21,7 +21,7 @@ from typing import Any
 from dflash.answers import Answers, read_config, settings_of
 from dflash.checkpoint import run_lock
 from dflash.config import AnswersConfig
-from dflash.dialogue import Dialogue, Prompter, Reply, Request, tokenizer_directory
+from dflash.dialogue import Dialogue, Prompter, Reply, Request
 from dflash.engines import Transformers, by_length, devices
 from dflash.errors import ConfigMismatch
 from dflash.files import write_json
@@ -30,6 +30,7 @@ from dflash.run import Progress, RunDirectory
 from dflash.servers import REFUSED, Servers
 from dflash.stopping import Interrupted
 from dflash.target import text_config
+from dflash.tokenizer import tokenizer_directory
 
 log = logging.getLogger(__name__)
 

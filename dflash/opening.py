@@ -16,6 +16,7 @@ from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.run import RunDirectory
 from dflash.target import Target, drafter_shape, stop_tokens, text_config
+from dflash.tokenizer import check_tokenizer
 
 _SAMPLE = 1 << 16
 
@@ -66,6 +67,7 @@ def open_run(path: Path, tokens: Path) -> OpenRun:
             f"token cache {tokens.name} was made for a vocabulary of {store.manifest.vocabulary} ids, the target's "
             f"embedding has {shape.vocab_size} rows. Prepare the rows again with target.model={config.target.model}."
         )
+    check_tokenizer(store.manifest, config.target)
     if not store.rows(0).size:
         raise ConfigMismatch(f"token cache {tokens.name} has no training rows: all are held out. Lower rows.held_out.")
     return OpenRun(run, config, store, shape)

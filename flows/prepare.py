@@ -13,6 +13,7 @@ from cache.key import content_key
 from cache.store import TokenCache
 from cache.writer import Progress, build, refuse_drops
 from dflash.config import TargetConfig
+from dflash.tokenizer import tokenizer_directory
 from flows.artifacts import reporting
 from flows.child import run_stage
 from flows.config import Home, Parameters, resolve_home, resolve_rows, resolve_target
@@ -23,9 +24,6 @@ from flows.report import sample_rows, tokens_table
 from flows.run import measured, note_tokens
 
 logger = logging.getLogger("flows.prepare")
-
-# What a tokenizer needs of a hub model, and its sizes; not the weights.
-TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 
 @flow(name="prepare", flow_run_name="prepare rows")
@@ -137,13 +135,3 @@ def local_target(target: TargetConfig, home: Path, run: Path | None = None) -> T
         with measured(run, "target"), progress_line("target") as line:
             run_stage("target", ["dequantise", str(file), str(home)], home / "targets", line.show)
     return target.model_copy(update={"model": str(directory)})
-
-
-def tokenizer_directory(target: TargetConfig) -> Path:
-    """Where the tokenizer's files are; those of a hub model are fetched, its weights are not."""
-    directory = Path(target.model)
-    if directory.is_dir():
-        return directory
-    from huggingface_hub import snapshot_download  # imported here: a target on disk needs no hub
-
-    return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=TOKENIZER_FILES))
