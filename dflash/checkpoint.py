@@ -115,6 +115,11 @@ class Writer:
         self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint", daemon=True)
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written, so that the next one would have to wait."""
+        return self._thread is not None and self._thread.is_alive()
+
     def finish(self) -> Checkpoint | None:
         """Wait until nothing is being written; the newest checkpoint. Raises what its writing failed with."""
         if self._thread is not None:

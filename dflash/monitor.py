@@ -1,4 +1,7 @@
-"""τ while a run trains: on a few held-out rows, between two steps, from features computed once at the start."""
+"""τ while a run trains: on a few held-out rows, between two steps, from features computed once at the start.
+
+Several processes deal the rows among them, so that none waits for one that evaluates alone.
+"""
 
 from collections.abc import Callable
 from typing import cast
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from dflash.drafter import Drafter
 from dflash.loss import Head
 from dflash.opening import OpenRun
+from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.target import Target
 from dflash.tau import RowWalk, Tau, tau, walk_rows
 
@@ -19,21 +23,25 @@ _ROWS = 16  # their features stay in the host's memory
 class Monitor:
     """Draws nothing and changes nothing, so that a run with it is the run without it."""
 
-    def __init__(self, opened: OpenRun, target: Target, ends: tuple[nn.Module, Head]) -> None:
+    def __init__(self, opened: OpenRun, target: Target, ends: tuple[nn.Module, Head], ranks: Ranks = ALONE) -> None:
         held_out = opened.store.rows(1)
-        self._rows = np.sort(np.random.default_rng(opened.config.evaluation.seed).permutation(held_out)[:_ROWS])
-        self._opened, self._ends = opened, ends
+        chosen = np.random.default_rng(opened.config.evaluation.seed).permutation(held_out)[:_ROWS]
+        self._rows = np.sort(chosen)[ranks.rank :: ranks.size]
+        self._opened, self._ends, self._ranks = opened, ends, ranks
         width = len(opened.shape.taps) * opened.shape.hidden_size  # without the final state that a loss may need
         self._replay = _Replay(lambda ids: target.features(ids)[..., :width], target.device)
         self._walk([])
 
     def tau(self, drafter: Drafter) -> Tau:
-        """τ of the drafter as it is now; nan without held-out rows."""
+        """τ of the drafter as it is now, the same on every process; nan without held-out rows."""
         drafter.eval()
         try:
-            return tau(self._walk([drafter])[0])
+            walked = self._walk([drafter])[0]
         finally:
             drafter.train()
+        parts = self._ranks.gather(dict(zip(self._rows.tolist(), walked, strict=True)))
+        walks = {row: walk for part in parts for row, walk in part.items()}
+        return tau([walks[row] for row in sorted(walks)])
 
     def _walk(self, drafters: list[Drafter]) -> list[list[RowWalk]]:
         self._replay.rewind()

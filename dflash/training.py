@@ -130,8 +130,8 @@ class _Run:
         self.pipeline = Pipeline(
             self.plan, self.trainer, self.targets, self.features, threads=threads, ahead=ahead, last_resort=last_resort
         )
-        watched = self.training.evaluate_every_steps is not None and ranks.leads
-        self.monitor = Monitor(opened, self.targets[0], ends) if watched else None
+        watched = self.training.evaluate_every_steps is not None
+        self.monitor = Monitor(opened, self.targets[0], ends, ranks) if watched else None
         self.pending: deque[PendingReport] = deque()
         self.stop = False
         self.stop_step: int | None = None  # the first step whose processes were asked to stop
@@ -176,13 +176,15 @@ class _Run:
         done = self.state.steps_total + len(self.pending)
         training = self.training
         evaluated = training.evaluate_every_steps is not None and done % training.evaluate_every_steps == 0
-        overdue = time.monotonic() - self.saved >= training.checkpoint_every_s
-        saved = evaluated or overdue or done % training.checkpoint_every_steps == 0
-        self._settle(0 if saved or done % training.log_every_steps == 0 else 1)
+        due = evaluated or done % training.checkpoint_every_steps == 0
+        overdue = time.monotonic() - self.saved >= training.checkpoint_every_s and not self.writer.busy
+        self._settle(0 if due or overdue or done % training.log_every_steps == 0 else 1)
         if evaluated:
             self._evaluate()
-        if saved:
+        if due or overdue:
             self._save()
+        if due:  # the leader may have waited for a slow disk: longer than a step's sums would wait for it
+            self.ranks.wait()
         # Several processes must end at one step: all look at the sum of the step before, whoever has read more by now.
         # One alone need not wait for it.
         agreed = self.stop_step is not None and self.stop_step < done
@@ -197,7 +199,8 @@ class _Run:
             tau = self.monitor.tau(self.trainer.drafter)
         log.info("τ %.3f ± %.3f on held-out rows after %d steps", tau.value, tau.standard_error, self.state.steps_total)
         name = checkpoint.name_of(self.state)
-        self.opened.run.record("tau", checkpoint=name, value=tau.value, se=tau.standard_error)
+        if self.ranks.leads:
+            self.opened.run.record("tau", checkpoint=name, value=tau.value, se=tau.standard_error)
         if self.state.best is None or tau.value > self.state.best["tau"]:
             self.state = replace(self.state, best={"tau": tau.value, "checkpoint": name})
 
@@ -252,8 +255,8 @@ class _Run:
             facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
             write_line(self.opened.run, window, report, seconds, facts)
             speed = window.tokens / seconds if seconds else 0.0
-            loss = f"loss {report.loss:.4f}, lr {report.lr:.2e}, {speed:.0f} tokens/s"
-            log.info("epoch %d step %d: %s; %s", report.epoch, report.step, loss, sentence)
+            said = f"loss {report.loss:.4f}, lr {report.lr:.2e}, coverage {window.coverage or 0:.0%}"
+            log.info("epoch %d step %d: %s, %.0f tokens/s; %s", report.epoch, report.step, said, speed, sentence)
         self.window, self.lined = Window(), now
 
     def _refuse_nothing(self) -> None:

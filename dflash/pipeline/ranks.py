@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TIMEOUT = timedelta(seconds=60)  # a process that has failed never holds up the others for longer
+from dflash.pipeline.watchdog import HANG_S
+from dflash.stopping import Interrupted
+
+T = TypeVar("T")
+
+_TIMEOUT = timedelta(seconds=60)  # of a step's sums: a machine that is lost never holds up the others for longer
+# Of `wait` and `gather`, where one process may have more to do than another: loading, evaluating, a slow disk. One that
+# hangs has ended itself before, and one that dies is seen at once, by its closed connection.
+_PATIENCE = timedelta(seconds=HANG_S + 300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,7 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    patient: dist.ProcessGroup | None = None  # all of them, over gloo
 
     @property
     def leads(self) -> bool:
@@ -38,9 +48,16 @@ class Ranks:
                 dist.all_reduce(tensor)
 
     def wait(self) -> None:
-        """Return when all processes are here."""
+        """Return when all processes are here, however long one of them works."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.patient)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, by rank; waits like `wait`."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, self.patient)
+        return values
 
 
 ALONE = Ranks()
@@ -53,9 +70,13 @@ def joined() -> Iterator[Ranks]:
     if size == 1:
         yield ALONE
         return
-    local = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    local = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    # A process that fails keeps its connections until it is gone, and so until it has said why: their end is what the
+    # others fail with.
     try:
-        yield local
-    finally:
+        yield Ranks(*local, dist.new_group(backend="gloo", timeout=_PATIENCE))
+    except Interrupted:  # by all of them, at one step
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,45 @@ def test_a_signal_to_one_rank_stops_both_at_one_step(make_run: Callable[..., Pat
     os.kill(commands[1].pid, signal.SIGTERM)
     assert [command.wait() for command in commands] == [75, 75]
     assert not json.loads((run / "train.json").read_text())["finished"]
+
+
+def slow_evaluation_and_disk() -> None:
+    """The second process evaluates, and the first writes, for longer than a step's sums may take."""
+    import torch.distributed as dist
+
+    from dflash import checkpoint
+    from dflash.monitor import Monitor
+
+    tau, save = Monitor.tau, checkpoint.save
+
+    def slow_tau(self: Monitor, drafter: Any) -> Any:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+        if os.environ["RANK"] == "1":
+            time.sleep(4)
+        return tau(self, drafter)
+
+    def slow_save(directory: Path, state: Any, *tensors: Any) -> Any:
+        if state.steps_total == 2:
+            time.sleep(4)
+        return save(directory, state, *tensors)
+
+    Monitor.tau, checkpoint.save = slow_tau, slow_save  # type: ignore[method-assign]
+
+
+def taus(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    return [line["value"] for line in lines if line["event"] == "tau"]
+
+
+def test_slow_evaluation_or_disk_kills_nobody(make_run: Callable[..., Path], tokens: Path) -> None:
+    """And τ is that of all held-out rows, which the processes deal among them."""
+    settings = {"epochs": 1, "batches_per_step": 4, "evaluate_every_steps": 2, "checkpoint_every_steps": 1}
+    run, one = make_run("slow", **settings), make_run("one", **settings)
+    commands = start_ranks(run, tokens, 2, slow_evaluation_and_disk)
+    assert [command.wait() for command in commands] == [0, 0], (run / "log-0").read_text()[-3000:]
+    tiny.run(["train", one, "--tokens", tokens], one / "log")
+    assert len(taus(run)) == len(taus(one)) > 0
+    assert taus(run) == pytest.approx(taus(one), abs=1e-9)
 
 
 def test_reused_features_are_refused_with_several_processes(make_run: Callable[..., Path], tokens: Path) -> None:
