@@ -4,6 +4,8 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from numpy import ndarray
 
+LENGTH_BINS = 24  # of rows: bin i holds lengths in (2^(i−1), 2^i], the last one whatever is longer, too
+
 _ANCHORS = 1  # counter word that keeps a row's anchors apart from the epoch's permutation
 
 
@@ -41,6 +43,11 @@ def covered_tokens(mask: UInt8[ndarray, " T"], anchor: Int64[ndarray, " A"], blo
     covered = np.zeros(mask.size, dtype=bool)
     covered[positions[block_counts(mask, anchor, block_size)]] = True
     return covered
+
+
+def length_bin(length: int) -> int:
+    """Which bin a row of this length belongs to."""
+    return min((length - 1).bit_length(), LENGTH_BINS - 1)
 
 
 def block_labels(ids: Int32[ndarray, " T"], anchor: Int64[ndarray, " A"], block_size: int) -> Int32[ndarray, "A K"]:

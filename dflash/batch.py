@@ -1,6 +1,7 @@
 """What travels between the stages.
 
-Dimensions: B rows, S padded length, A anchors a row, K slots of a block, N taps, H hidden size, V vocabulary.
+Dimensions: B rows, S padded length, A anchors a row, K slots of a block, N taps, H hidden size, V vocabulary,
+L bins of row lengths (`dflash/anchors.py`).
 """
 
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class TrainBatch:
     labels: Int32[Tensor, "B A K"]
     weights: Float32[Tensor, "B A K"]
     padded: int  # B·S
+    coverage: Int64[
+        ndarray, "2 L"
+    ]  # supervised tokens that some block covered, and all of them, by length of their row
 
     @property
     def tokens(self) -> int:
@@ -73,6 +77,8 @@ class StepReport:
     weight_sum: float
     correct_by_slot: tuple[float, ...]
     counted_by_slot: tuple[float, ...]
+    covered_by_length: tuple[float, ...]  # tokens, by bin of row lengths
+    supervised_by_length: tuple[float, ...]
     tokens: int
     padded: int
     lr: float

@@ -5,6 +5,8 @@ The sums of a window that a checkpoint cuts are part of the checkpoint, so a res
 
 import json
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +26,8 @@ class Window:
     padded: int = 0
     correct: list[float] = field(default_factory=list)
     counted: list[float] = field(default_factory=list)
+    covered: list[float] = field(default_factory=list)
+    supervised: list[float] = field(default_factory=list)
 
     def add(self, report: StepReport) -> None:
         """Add one step; a skipped one is counted and adds nothing else."""
@@ -37,6 +41,8 @@ class Window:
         self.weight_sum += report.weight_sum
         self.correct = _sum(self.correct, report.correct_by_slot)
         self.counted = _sum(self.counted, report.counted_by_slot)
+        self.covered = _sum(self.covered, report.covered_by_length)
+        self.supervised = _sum(self.supervised, report.supervised_by_length)
 
     @property
     def loss(self) -> float | None:
@@ -46,6 +52,17 @@ class Window:
     def accuracy(self) -> list[float | None]:
         """Share of counted slots whose largest logit was right, slot 1 first."""
         return [c / n if n else None for c, n in zip(self.correct[1:], self.counted[1:], strict=True)]
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of supervised tokens that some block covered."""
+        supervised = sum(self.supervised)
+        return sum(self.covered) / supervised if supervised else None
+
+    def coverage_by_length(self) -> list[list[int]]:
+        """[longest row of the bin, covered tokens, supervised tokens] of every bin that has any."""
+        bins = enumerate(zip(self.covered, self.supervised, strict=True))
+        return [[1 << i, int(covered), int(supervised)] for i, (covered, supervised) in bins if supervised]
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, exact."""
@@ -61,6 +78,8 @@ def write_line(run: RunDirectory, window: Window, last: StepReport, seconds: flo
         "loss_sum": window.loss_sum,
         "weight_sum": window.weight_sum,
         "accuracy_by_slot": window.accuracy(),
+        "coverage": window.coverage,
+        "coverage_by_length": window.coverage_by_length(),
         "lr": last.lr,
         "grad_norm": last.grad_norm if math.isfinite(last.grad_norm) else None,
         "steps": window.steps,
@@ -80,6 +99,17 @@ def recent_loss(run: RunDirectory, share: float = 0.1) -> float | None:
     tail = lines[-max(1, round(len(lines) * share)) :] if lines else []
     weight = sum(line["weight_sum"] for line in tail)
     return sum(line["loss_sum"] for line in tail) / weight if weight else None
+
+
+def coverage_by_length(lines: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Longest row of a bin → share of the supervised tokens of such rows that some block covered, over all lines."""
+    covered: Counter[int] = Counter()
+    supervised: Counter[int] = Counter()
+    for line in lines:
+        for longest, part, whole in line["coverage_by_length"]:
+            covered[longest] += part
+            supervised[longest] += whole
+    return {longest: covered[longest] / supervised[longest] for longest in sorted(supervised)}
 
 
 def _sum(left: list[float], right: tuple[float, ...]) -> list[float]:

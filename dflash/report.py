@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from dflash.files import write_atomic
+from dflash.metrics import coverage_by_length
 from dflash.run import RunDirectory
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 64, 24
@@ -64,6 +65,10 @@ def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any
         _curve(steps, [line["loss"] for line in lines]),
         "<h2>Learning rate by step</h2>",
         _curve(steps, [line["lr"] for line in lines]),
+        "<h2>Coverage by length of row</h2>",
+        '<p class="note">Share of the supervised tokens that a block predicted, in the mean epoch. '
+        "training.anchors sets it.</p>",
+        _coverage(coverage_by_length(lines)),
     ]
     head = f'<meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>'
     return "\n".join([f'<!doctype html><html lang="en"><head>{head}</head><body>', *parts, "</body></html>\n"])
@@ -107,6 +112,10 @@ def _domains(walked: dict[str, Any], decoded: dict[str, Any]) -> str:
         ]
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table>{''.join(lines)}</table>"
+
+
+def _coverage(shares: dict[int, float]) -> str:
+    return _table([(f"up to {longest} tokens", f"{share:.0%}") for longest, share in shares.items()])
 
 
 def _axes(low: float, high: float, left: str, right: str) -> str:

@@ -4,7 +4,7 @@ import resource
 from typing import Any
 
 from dflash.checkpoint import Checkpoint
-from dflash.metrics import recent_loss
+from dflash.metrics import coverage_by_length, recent_loss
 from dflash.opening import OpenRun
 from dflash.pipeline.telemetry import bottleneck
 
@@ -34,6 +34,7 @@ def result(
         "seconds": state.seconds,
         "tokens_per_s": state.tokens / state.seconds if state.seconds else None,
         "padding": 1 - tokens / padded if padded else None,
+        "coverage_by_length": {str(longest): share for longest, share in coverage_by_length(lines).items()},
         "skipped": sum(line["skipped"] for line in lines),
         "stages": stages,
         "bottleneck": bottleneck(stages, shared=shared, reuse=reuse),

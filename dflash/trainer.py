@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dflash.anchors import LENGTH_BINS
 from dflash.batch import FeatureBatch, Step, StepReport
 from dflash.config import TrainingConfig
 from dflash.drafter import Drafter
@@ -18,7 +19,10 @@ from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.schedule import learning_rate, progress
 
 _ALIGN = 16  # elements: each parameter's gradient starts where vector instructions can read it
-_FACTS = 5  # Σ w·CE, Σ w, tokens, padded tokens, processes that were asked to stop
+# A step's sums: Σ w·CE, Σ w, processes that were asked to stop; then counts: tokens, padded tokens, covered and
+# supervised tokens by length of row; then by slot: right and counted slots.
+_COUNTS = 3
+_BY_SLOT = _COUNTS + 2 + 2 * LENGTH_BINS
 
 
 class Trainer:
@@ -45,7 +49,7 @@ class Trainer:
         self._ranks, self._stop_asked = ranks, stop_asked
         self._slots = drafter.shape.block_size
         self._gradient = flat_gradient(list(self.parameters.values()))
-        self._sums = torch.zeros(_FACTS + 2 * self._slots, dtype=torch.float64, device=self.device)
+        self._sums = torch.zeros(_BY_SLOT + 2 * self._slots, dtype=torch.float64, device=self.device)
 
     def accumulate(self, item: FeatureBatch) -> None:
         """Add the gradient of one micro-batch's Σ w·CE."""
@@ -54,21 +58,20 @@ class Trainer:
             loss = forward_loss(self.drafter, self.embedding, self.head, item, self.config.loss)
         if loss.total.requires_grad:
             loss.total.backward()  # type: ignore[no-untyped-call]
-        counts = torch.tensor([batch.tokens, batch.padded], dtype=torch.float64)
+        counts = torch.tensor([batch.tokens, batch.padded, *batch.coverage.ravel().tolist()], dtype=torch.float64)
         if self.device.type == "cuda":
             counts = counts.pin_memory().to(self.device, non_blocking=True)
         facts = [loss.total.detach(), loss.weight]
         self._sums[:2] += torch.stack(facts).double()
-        self._sums[2:4] += counts
-        self._sums[_FACTS : _FACTS + self._slots] += loss.correct_by_slot
-        self._sums[_FACTS + self._slots :] += loss.counted_by_slot
+        self._sums[_COUNTS:_BY_SLOT] += counts
+        self._sums[_BY_SLOT:] += torch.cat([loss.correct_by_slot, loss.counted_by_slot])
 
     def step(self, at: Step) -> "PendingReport":
         """Divide, clip, update. A step with Σ w = 0, or whose loss or gradient is not finite, changes nothing."""
         config = self.config
         done = progress(at.epoch, at.step, at.steps_in_epoch, config.epochs)
         lr = learning_rate(done, peak=config.lr, floor=config.min_lr, warmup=config.warmup)
-        self._sums[4] = float(self._stop_asked())
+        self._sums[2] = float(self._stop_asked())
         self._ranks.add(self._gradient, self._sums)
         loss, weight = self._sums[0], self._sums[1]
         self._gradient.div_(weight)  # gradients of Σ w·CE become those of Σ w·CE / Σ w
@@ -128,8 +131,9 @@ class PendingReport:
         if self.copied is not None:
             self.copied.synchronize()
         *values, norm, skipped = self.values.tolist()
-        loss, weight, tokens, padded, stop = values[:_FACTS]
-        by_slot = values[_FACTS:]
+        loss, weight, stop = values[:_COUNTS]
+        tokens, padded, *by_length = values[_COUNTS:_BY_SLOT]
+        by_slot = values[_BY_SLOT:]
         slots = len(by_slot) // 2
         return StepReport(
             epoch=self.at.epoch,
@@ -139,6 +143,8 @@ class PendingReport:
             weight_sum=weight,
             correct_by_slot=tuple(by_slot[:slots]),
             counted_by_slot=tuple(by_slot[slots:]),
+            covered_by_length=tuple(by_length[:LENGTH_BINS]),
+            supervised_by_length=tuple(by_length[LENGTH_BINS:]),
             tokens=int(tokens),
             padded=int(padded),
             lr=self.lr,

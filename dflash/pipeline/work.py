@@ -13,7 +13,16 @@ import torch
 from cache.gather import Buffers, gather
 from cache.plan import EpochPlan, plan_epoch
 from cache.store import TokenCache
-from dflash.anchors import block_counts, block_labels, default_gamma, draw_anchors, slot_weights
+from dflash.anchors import (
+    LENGTH_BINS,
+    block_counts,
+    block_labels,
+    covered_tokens,
+    default_gamma,
+    draw_anchors,
+    length_bin,
+    slot_weights,
+)
 from dflash.batch import Position, Step, TrainBatch
 from dflash.config import RunConfig
 
@@ -92,13 +101,16 @@ class Plan:
         valid = np.zeros((count, most), dtype=bool)
         labels = np.zeros((count, most, slots), dtype=np.int32)
         weights = np.zeros((count, most, slots), dtype=np.float32)
+        coverage = np.zeros((2, LENGTH_BINS), dtype=np.int64)
         by_slot = slot_weights(slots, self._gamma)
         for b, (positions, length) in enumerate(zip(drawn, rows.lengths, strict=True)):
-            n = positions.size
+            n, mask = positions.size, rows.mask[b, :length]
             anchor[b, :n], valid[b, :n] = positions, True
             anchor[b, n:] = positions[-1] if n else 0  # ascending, so padding costs no context of its own
             labels[b, :n] = block_labels(rows.ids[b, :length], positions, slots)
-            weights[b, :n] = block_counts(rows.mask[b, :length], positions, slots) * by_slot
+            weights[b, :n] = block_counts(mask, positions, slots) * by_slot
+            covered = np.count_nonzero(covered_tokens(mask, positions, slots))
+            coverage[:, length_bin(int(length))] += covered, np.count_nonzero(mask)
         return TrainBatch(
             position=position,
             row_ids=row_ids,
@@ -109,4 +121,5 @@ class Plan:
             labels=torch.from_numpy(labels),
             weights=torch.from_numpy(weights),
             padded=rows.ids.size,
+            coverage=coverage,
         )

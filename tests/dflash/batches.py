@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dflash.anchors import LENGTH_BINS
 from dflash.batch import FeatureBatch, Position, Step, TrainBatch
 from dflash.config import TrainingConfig
 from dflash.drafter import Drafter, DrafterShape
@@ -67,6 +68,7 @@ def item(features: Tensor, labels: Tensor, weights: Tensor) -> FeatureBatch:
         labels=labels,
         weights=weights,
         padded=12 * count,
+        coverage=np.zeros((2, LENGTH_BINS), dtype=np.int64),
     )
     return FeatureBatch(batch, features)
 

@@ -34,7 +34,9 @@ def evaluation(**decode: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-LINES = [{"steps": 5, "loss": 9.0 - i, "lr": 1e-3} for i in range(4)]
+LINES = [
+    {"steps": 5, "loss": 9.0 - i, "lr": 1e-3, "coverage_by_length": [[64, 10, 40], [128, 30 * i, 90]]} for i in range(4)
+]
 
 
 class Strict(html.parser.HTMLParser):
@@ -70,7 +72,7 @@ def test_the_page_is_whole_and_says_what_was_measured() -> None:
         "Drafter my <run>", "1.500 ± 0.020", "1.000 ± –", "2.667 over 2 prompts", "1.667: τ without the bonus token",
         "yes: 1 of 2 token for token, 1 parted at a near tie", "18.0 tokens/s with the drafter, 10.0 without: 1.80 ×",
         "as <decoded>", "greedy; template x", "facts & more", "1: 40%", "3: 0%", "What is <b>?",
-        "5 tokens in 3 target passes",
+        "5 tokens in 3 target passes", "up to 64 tokens25%", "up to 128 tokens50%",
     ):  # fmt: skip
         assert said in parser.text, said
     assert "<script" not in page
