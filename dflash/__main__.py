@@ -4,9 +4,11 @@ Exit codes: 0 done, 1 failed, 2 a mistake that a retry would repeat, 75 stopped 
 """
 
 import argparse
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -17,10 +19,12 @@ from dflash.files import write_json
 
 USER_ERRORS = (ConfigMismatch, TargetMismatch, RunLocked, CheckpointCorrupt, CacheError)
 STOPPED = 75
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def main() -> int:
     """Parse, run, and leave error.json behind when it fails."""
+    _die_with_torchrun()
     arguments = _parser().parse_args()
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING  # one voice for several processes
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -32,9 +36,17 @@ def main() -> int:
         return 2 if isinstance(error, USER_ERRORS) else 1
 
 
+def _die_with_torchrun() -> None:
+    """The processes that torchrun starts have sessions of their own: where it is killed, only the kernel ends them."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _leave_error(run: Path | None, error: BaseException) -> None:
     if run is None or not run.is_dir():
         return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (run / "error.json").exists():
+        return  # another process of this run failed first, and this one because of it
     kind = type(error)
     value = {
         "type": kind.__name__,

@@ -1,5 +1,6 @@
 """What a run will need and how long it will take: rows, steps, disk, memory, and time from a measured step."""
 
+import math
 import resource
 import shutil
 import time
@@ -16,6 +17,7 @@ from dflash.config import RunConfig
 from dflash.init import new_drafter
 from dflash.opening import OpenRun, available_memory_bytes, cpu_threads, open_run, place
 from dflash.pipeline.device import Lane, Stopwatch, receive
+from dflash.pipeline.ranks import Ranks
 from dflash.pipeline.work import Plan
 from dflash.run import Progress
 from dflash.trainer import Trainer
@@ -82,7 +84,7 @@ def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], confi
 
     Where features are reused, only what is left of the first epoch pays for the target.
     """
-    devices = place(config.target)
+    devices = place(config.target, _first_of(config))
     with_target = max(0, left - sum(steps[1:])) if config.training.features == "reuse" else left
     if devices.drafter in devices.targets:
         return left * seconds["train"] + with_target * seconds["target"]
@@ -94,7 +96,7 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
     """Run a few micro-batches of the first epoch with the real parts, the largest first, and throw the result away."""
     config = opened.config
     torch.set_num_threads(cpu_threads())
-    devices = place(config.target)
+    devices = place(config.target, _first_of(config))
     devices.enter()
     progress = Progress(opened.run, "check", _MEASURED + 1, "micro-batches")
     target = opened.load_target(devices.targets[0])
@@ -121,12 +123,17 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
         times["target"].append(middle - start)
         times["train"].append(time.perf_counter() - middle)
         progress.advance()
-    by_step = config.training.batches_per_step
+    by_step = math.ceil(config.training.batches_per_step / config.training.processes)
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "step_seconds": {name: by_step * median(values[1:]) for name, values in times.items()},
-        **_memory(devices.drafter),
+        **_memory(devices.drafter, config.training.processes),
     }
+
+
+def _first_of(config: RunConfig) -> Ranks:
+    """The one that is measured of the processes that this machine will run."""
+    return Ranks(size=config.training.processes, local_size=config.training.processes)
 
 
 def _wait(device: torch.device) -> None:
@@ -134,11 +141,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _memory(device: torch.device) -> dict[str, Any]:
-    """Peak memory of the measured steps, and what the device has for them."""
+def _memory(device: torch.device, processes: int) -> dict[str, Any]:
+    """Peak memory of the measured steps, and what there is for them; the host's is shared by all processes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     available = available_memory_bytes() + peak
-    need, there = {"memory": peak}, {"memory": available}
+    need, there = {"memory": processes * peak}, {"memory": available}
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.max_memory_reserved(device)

@@ -1,8 +1,8 @@
 """Parameters of target, drafter, training, evaluation, export and generation: one tree, the same names everywhere."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cache.config import RowsConfig
 
@@ -66,6 +66,12 @@ class TrainingConfig(_Model):
     features: Literal["stream", "reuse"] = Field(
         "stream", description="reuse: keep the first epoch's features on disk, so that later epochs skip the target"
     )
+    processes: int = Field(
+        1,
+        description="processes of one machine that a flow starts for this run, by torchrun; they share out its GPUs "
+        "and the micro-batches of a step",
+        ge=1,
+    )
     epochs_per_run: int | None = Field(None, description="end this run after so many epochs; the next goes on", ge=1)
     stop_after_s: float | None = Field(None, description="end this run after so many seconds; the next goes on", gt=0)
     checkpoint_every_steps: int = Field(500, description="steps between checkpoints", ge=1)
@@ -78,10 +84,20 @@ class TrainingConfig(_Model):
     log_every_steps: int = Field(10, description="steps between lines of metrics.jsonl", ge=1)
     keep: int = Field(3, description="newest checkpoints kept, beside the first and the best", ge=1)
 
+    @model_validator(mode="after")
+    def _every_process_has_work(self) -> Self:
+        if self.processes > self.batches_per_step:
+            raise ValueError(
+                f"processes={self.processes} is more than batches_per_step={self.batches_per_step}, the micro-batches "
+                "that they share out; a multiple keeps all of them busy"
+            )
+        return self
+
 
 # Training parameters that say how long and how often and where features lie, not what is learned.
 NOT_LEARNED = (
     "features",
+    "processes",
     "epochs_per_run",
     "stop_after_s",
     "checkpoint_every_steps",

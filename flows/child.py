@@ -1,4 +1,4 @@
-"""Starts and watches one process of `python -m dflash`: signals in, progress and typed errors out.
+"""Starts and watches `python -m dflash`, one process or several: signals in, progress and typed errors out.
 
 The process has a session of its own, so that a signal to the flow's process group does not cut a step in two: the
 first SIGINT or SIGTERM is handed on, and the process then has 25 s (Prefect kills after 30) to finish its step and
@@ -44,14 +44,28 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def run_stage(
-    stage: str, arguments: Sequence[str], directory: Path, on_progress: Callable[[StageProgress], None]
+    stage: str,
+    arguments: Sequence[str],
+    directory: Path,
+    on_progress: Callable[[StageProgress], None],
+    processes: int = 1,
 ) -> None:
     """Runs `python -m dflash ARGUMENTS` to its end; `directory` is where it writes progress.json and error.json.
+
+    Several processes are torchrun's: it hands signals on to them, and they die with it (`dflash/__main__.py`).
 
     Returns when it succeeded. Raises the error it failed with, as the same type. When this process was told to stop,
     the child is told too, and the signal then takes its usual effect here.
     """
-    run_command(stage, [*PROGRAM, *arguments], directory, on_progress)
+    program = PROGRAM if processes == 1 else torchrun(processes)
+    run_command(stage, [*program, *arguments], directory, on_progress)
+
+
+def torchrun(processes: int) -> Sequence[str]:
+    """`torchrun` on this machine only; it restarts nothing, because the task that called does."""
+    python, *program = PROGRAM
+    flags = ("--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "--max-restarts=0")
+    return (python, "-m", "torch.distributed.run", *flags, *program)
 
 
 def run_command(

@@ -9,7 +9,7 @@ from flows.progress import StageProgress, progress_line
 from flows.run import measured
 
 
-def watch_stage(stage: str, arguments: Sequence[str], run: Path) -> None:
+def watch_stage(stage: str, arguments: Sequence[str], run: Path, processes: int = 1) -> None:
     """Runs `python -m dflash ARGUMENTS` for a run directory; raises what it failed with."""
     with measured(run, stage) as tick, reporting(run.name, stage) as reporter, progress_line(stage) as line:
 
@@ -18,4 +18,4 @@ def watch_stage(stage: str, arguments: Sequence[str], run: Path) -> None:
             line.show(progress)
             reporter.show(progress)
 
-        run_stage(stage, arguments, run, on_progress)
+        run_stage(stage, arguments, run, on_progress, processes)

@@ -111,7 +111,8 @@ def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
     run = parameters.run_directory
     with proposed_config(run, parameters):
         check_run(run, tokens)
-        watch_stage("train", ["train", str(run), "--tokens", str(tokens), *limits.arguments()], run)
+        arguments = ["train", str(run), "--tokens", str(tokens), *limits.arguments()]
+        watch_stage("train", arguments, run, parameters.training.processes)
     trained = read_json(run / "train.json")
     assert trained is not None, "a training that succeeded leaves train.json"
     with reporting(parameters.name, "train") as reporter:

@@ -49,3 +49,16 @@ def test_only_the_rest_of_the_first_epoch_pays_for_reused_features(features: str
         target=TargetConfig(model="-", devices=["cpu"]), training=TrainingConfig.model_validate({"features": features})
     )
     assert _seconds_total([5, 5, 5], 12, {"train": 1.0, "target": 2.0}, config) == expected
+
+
+def test_several_processes_share_out_a_step_and_need_their_memory_each(
+    make_run: Callable[..., Path], tokens: Path
+) -> None:
+    plans = []
+    for processes in (1, 4):
+        run = make_run(f"of-{processes}", batches_per_step=64, processes=processes)
+        tiny.run(["check", run, "--tokens", tokens], run / "log")
+        plans.append(json.loads((run / "plan.json").read_text()))
+    alone, four = plans
+    assert 3 < four["memory_bytes"]["memory"] / alone["memory_bytes"]["memory"] < 5
+    assert four["step_seconds"]["train"] < alone["step_seconds"]["train"], "16 micro-batches instead of 64"
