@@ -7,7 +7,7 @@ them. The first one (the leader) writes.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -70,12 +70,13 @@ def joined() -> Iterator[Ranks]:
     if size == 1:
         yield ALONE
         return
-    local = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
     # A process that fails keeps its connections until it is gone, and so until it has said why: their end is what the
     # others fail with.
     try:
-        yield replace(local, patient=dist.new_group(backend="gloo", timeout=_PATIENCE))
+        yield Ranks(rank, size, local_rank, local_size, dist.new_group(backend="gloo", timeout=_PATIENCE))
     except Interrupted:  # by all of them, at one step
         dist.destroy_process_group()
         raise
