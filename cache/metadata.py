@@ -1,9 +1,11 @@
-"""What zarr writes beside our bytes: the metadata by which any Zarr reader finds them."""
+"""What zarr writes beside our bytes: the metadata by which any Zarr reader finds them.
+
+zarr is imported when something is written: a preparation that finds its token cache does without.
+"""
 
 from pathlib import Path
 
 import xxhash
-import zarr
 
 from cache.manifest import Manifest
 from cache.shard import inner_chunk
@@ -11,6 +13,8 @@ from cache.shard import inner_chunk
 
 def write_array_metadata(directory: Path, name: str, size: int, dtype: str) -> str:
     """The zarr.json of one array: a single uncompressed shard of inner chunks; returns its checksum."""
+    import zarr
+
     inner = inner_chunk(size)
     zarr.create_array(
         store=str(directory / name),
@@ -27,4 +31,6 @@ def write_array_metadata(directory: Path, name: str, size: int, dtype: str) -> s
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """The zarr.json of the group, whose attributes are the manifest."""
+    import zarr
+
     zarr.create_group(store=str(directory), attributes=manifest.to_json())
