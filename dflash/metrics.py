@@ -69,8 +69,10 @@ class Window:
         return asdict(self)
 
 
-def write_line(run: RunDirectory, window: Window, last: StepReport, seconds: float, facts: dict[str, Any]) -> None:
-    """Append the window's line; `last` is its last step, `seconds` those since the line before."""
+def write_line(
+    run: RunDirectory, window: Window, last: StepReport, seconds: float, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Append the window's line, and return it; `last` is its last step, `seconds` those since the line before."""
     line = {
         "epoch": last.epoch,
         "step": last.step,
@@ -91,6 +93,7 @@ def write_line(run: RunDirectory, window: Window, last: StepReport, seconds: flo
     }
     with run.metrics.open("a") as stream:
         stream.write(json.dumps(line) + "\n")
+    return line
 
 
 def recent_loss(run: RunDirectory, share: float = 0.1) -> float | None:

@@ -2,6 +2,7 @@
 
 config.json     the resolved parameters            checkpoints/    dflash/checkpoint.py
 metrics.jsonl   one line per log_every_steps       features/       dflash/features.py
+tensorboard/    the same as curves                 dflash/curves.py
 progress.json   where the current stage stands     train.json, evaluation.json, export.json, report.html
 history.jsonl   who trained what and when, and settings that were overridden
 """
