@@ -207,6 +207,21 @@ def newest(directory: Path) -> Checkpoint | None:
     return None
 
 
+def best(directory: Path) -> Checkpoint | None:
+    """The checkpoint to evaluate and to serve: the one with the best τ where training measures it, else the newest.
+
+    None and CheckpointCorrupt as `newest`.
+    """
+    last = newest(directory)
+    if last is None or last.state.best is None:
+        return last
+    try:
+        return verify(directory / last.state.best["checkpoint"])
+    except CheckpointCorrupt as error:
+        log.warning("the newest checkpoint takes the place of the best one, which is damaged: %s", error)
+        return last
+
+
 def first(directory: Path) -> Checkpoint:
     """The checkpoint before the first step. Raises CheckpointCorrupt when it is missing or damaged."""
     return verify(directory / _FIRST)

@@ -78,7 +78,8 @@ class TrainingConfig(_Model):
     checkpoint_every_s: float = Field(900.0, description="seconds after which a checkpoint is due anyhow", gt=0)
     evaluate_every_steps: int | None = Field(
         None,
-        description="steps between measurements of τ on a few held-out rows, each with a checkpoint; the best is kept",
+        description="steps between measurements of τ on a few held-out rows, each with a checkpoint; one more at the "
+        "end. The best checkpoint is kept, and is the one that is evaluated and exported",
         ge=1,
     )
     log_every_steps: int = Field(10, description="steps between lines of metrics.jsonl", ge=1)

@@ -25,12 +25,12 @@ _TOKENS = 1 << 10
 
 
 def evaluate(path: Path, tokens: Path) -> None:
-    """Write evaluation.json and report.html of the run's newest checkpoint.
+    """Write evaluation.json and report.html of the run's best checkpoint.
 
     Raises ConfigMismatch without held-out rows, CheckpointCorrupt without a checkpoint, and what `open_run` does.
     """
     opened = open_run(path, tokens)
-    after = checkpoint.newest(opened.run.checkpoints)
+    after = checkpoint.best(opened.run.checkpoints)
     if after is None:
         raise CheckpointCorrupt(f"{opened.run.checkpoints} holds no checkpoint. Train the run first.")
     before = checkpoint.first(opened.run.checkpoints)

@@ -25,25 +25,25 @@ from dflash.layouts import Json, TargetFacts, check_config, check_tensors, layou
 from dflash.layouts import load_exported as load_exported  # `python -m dflash probe` asks here
 from dflash.loss import Head
 from dflash.run import Progress, RunDirectory
-from dflash.target import Target, drafter_shape, text_config
+from dflash.target import Target, drafter_shape, stop_tokens, text_config
 from dflash.training import load_drafter
 
 TOLERANCE = 1e-5  # float32 logits, the same weights in two processes
 
 
 def export(path: Path) -> None:
-    """Write the newest checkpoint as RUN/export/LAYOUT/ (or export.path/LAYOUT), and export.json.
+    """Write the best checkpoint as RUN/export/LAYOUT/ (or export.path/LAYOUT), and export.json.
 
-    Raises CheckpointCorrupt without a checkpoint or when what was written does not pass the gate, TargetMismatch for a
-    layout that cannot serve this target.
+    Raises CheckpointCorrupt without a checkpoint or when what was written does not pass the gate, ConfigMismatch for a
+    mask token that is missing or has another meaning, TargetMismatch for a layout that cannot serve this target.
     """
     run = RunDirectory(path)
     config = run.config()
-    found = checkpoint.newest(run.checkpoints)
+    found = checkpoint.best(run.checkpoints)
     if found is None:
         raise CheckpointCorrupt(f"{run.checkpoints} holds no checkpoint. Train the run first.")
     target_config = text_config(config.target)
-    shape = drafter_shape(config.drafter, target_config)
+    shape = drafter_shape(config.drafter, target_config, stop_tokens(config.target))
     base = Path(config.export.path) if config.export.path else path / "export"
     layouts = list(dict.fromkeys(config.export.layouts))
     progress = Progress(run, "export", 2 * len(layouts), "parts")

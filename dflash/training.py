@@ -1,6 +1,7 @@
 """A training run: from the newest checkpoint to the end of the plan, or as far as this run should go."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -132,6 +133,7 @@ class _Run:
         )
         watched = self.training.evaluate_every_steps is not None
         self.monitor = Monitor(opened, self.targets[0], ends, ranks) if watched else None
+        self.evaluated = self.state.steps_total  # after how many steps τ was last measured
         self.pending: deque[PendingReport] = deque()
         self.stop = False
         self.stop_step: int | None = None  # the first step whose processes were asked to stop
@@ -154,6 +156,8 @@ class _Run:
             self.pipeline.run(start.epoch, start.step, end, self._on_step)
             self._settle(0)
             self._refuse_nothing()
+            if not self.stop:
+                self._evaluate()
             self._save()
         finally:
             done = self.writer.finish()
@@ -192,16 +196,17 @@ class _Run:
         return not self.stop
 
     def _evaluate(self) -> None:
-        """Measure τ between two steps; the checkpoint that is written next may be the best one."""
-        if self.monitor is None:
+        """Measure τ where none was; the checkpoint that is written next may be the best one."""
+        if self.monitor is None or self.evaluated == self.state.steps_total:
             return
+        self.evaluated = self.state.steps_total
         with self.pipeline.turn.taken():
             tau = self.monitor.tau(self.trainer.drafter)
         log.info("τ %.3f ± %.3f on held-out rows after %d steps", tau.value, tau.standard_error, self.state.steps_total)
         name = checkpoint.name_of(self.state)
         if self.ranks.leads:
             self.opened.run.record("tau", checkpoint=name, value=tau.value, se=tau.standard_error)
-        if self.state.best is None or tau.value > self.state.best["tau"]:
+        if math.isfinite(tau.value) and (self.state.best is None or tau.value >= self.state.best["tau"]):
             self.state = replace(self.state, best={"tau": tau.value, "checkpoint": name})
 
     def _stop_asked(self) -> bool:

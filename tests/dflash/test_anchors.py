@@ -1,11 +1,19 @@
 """Anchors, labels and weights against loops; which tokens blocks cover; anchors independent of grouping."""
 
+from pathlib import Path
+
 import drafter_reference as reference
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.config import RowsConfig
+from cache.gather import Buffers
+from cache.store import TokenCache
+from cache.writer import build
 from dflash.anchors import (
     block_counts,
     block_labels,
@@ -15,6 +23,9 @@ from dflash.anchors import (
     legal_anchors,
     slot_weights,
 )
+from dflash.batch import Position
+from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig
+from dflash.pipeline.work import Plan
 
 MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=60)
 SIZES = st.integers(2, 17)
@@ -76,6 +87,22 @@ def test_i1_supervised_positions_and_labels_of_one_row() -> None:
     assert anchors.tolist() == [3, 4]
     assert block_labels(ids, anchors, 3).tolist() == [[20, 21, 22], [21, 22, 13]]
     assert block_counts(mask, anchors, 3).tolist() == [[False, True, True], [False, True, False]]
+
+
+def test_i4_labels_never_cross_into_the_next_row(tmp_path: Path) -> None:
+    table = pa.table({"input_ids": [[1, 2, 3, 9], [4, 5, 9]], "loss_mask": [[1, 1, 1, 1], [1, 1, 1]]})
+    rows = RowsConfig(source="in memory", vocabulary=16, held_out=0.0)
+    store = TokenCache.open(build(rows, home=tmp_path, tokenizer=None, vocabulary=16, data=table))
+    target = TargetConfig(model="none")
+    config = RunConfig(
+        target=target, drafter=DrafterConfig(block_size=3), training=TrainingConfig(anchors=1.0, tokens_per_batch=16)
+    )
+    plan = Plan(store, config)
+    batch = plan.make_batch(Position(0, 0, 0), np.array([0, 1]), Buffers(plan.buffer_tokens))
+    labels = torch.where(batch.weights > 0, batch.labels, -100)
+    assert batch.anchor.tolist() == [[0, 1, 2], [0, 1, 1]]
+    assert labels[..., 1].tolist() == [[2, 3, 9], [5, 9, -100]]
+    assert labels[..., 2].tolist() == [[3, 9, -100], [9, -100, -100]]
 
 
 def test_i7_slot_k_predicts_the_token_at_anchor_plus_k() -> None:

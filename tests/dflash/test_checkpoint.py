@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from safetensors.torch import load_file
 
 from dflash import checkpoint
 from dflash.checkpoint import State, Writer
-from dflash.errors import CheckpointCorrupt, RunLocked, StageFailed
+from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, StageFailed
 from dflash.features import FeatureStore
+from dflash.training import train
 
 DRAFTER = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
 OPTIMIZER = {"step.b": torch.tensor(3.0), "exp_avg.b": torch.zeros(4)}
@@ -104,6 +106,25 @@ def test_the_first_and_the_newest_are_kept(tmp_path: Path) -> None:
     (tmp_path / "epoch-000-step-000009.tmp-77").mkdir()
     checkpoint.prune(tmp_path, keep=2)
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["0", "4", "5"]
+
+
+def test_the_best_by_tau_is_the_one_to_serve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert checkpoint.best(tmp_path) is None
+    measured = save(tmp_path, 1, 0)
+    newest = save(tmp_path, 2, 0)
+    found = checkpoint.best(tmp_path)
+    assert found is not None
+    assert found.path == newest, "τ was never measured"
+    best = {"tau": 2.0, "checkpoint": measured.name}
+    last = checkpoint.save(tmp_path, replace(state(3, 0), best=best), DRAFTER, OPTIMIZER).path
+    found = checkpoint.best(tmp_path)
+    assert found is not None
+    assert found.path == measured
+    (measured / "state.json").unlink()
+    found = checkpoint.best(tmp_path)
+    assert found is not None
+    assert found.path == last
+    assert "takes the place of the best one" in caplog.text
 
 
 def test_the_writer_saves_the_values_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +214,23 @@ def test_a_half_filled_store_goes_on(tmp_path: Path) -> None:
     assert torch.equal(again.get(row, 3), values)
     assert not again.has(row - 1)
     assert not FeatureStore.open(tmp_path / "features", offsets, 4, {"taps": [2]}).has(row), "J8: another key, anew"
+
+
+def test_j8_features_of_other_taps_are_not_used(make_run: Callable[..., Path], tokens: Path, tmp_path: Path) -> None:
+    """The taps are stored beside the features; a run whose taps have changed is refused before it looks at them."""
+    offsets, rows = np.array([0, 3, 5]), np.array([0, 1])
+    store = FeatureStore.open(tmp_path / "features", offsets, 6, {"drafter.taps": [1, 9, 17]})
+    store.put(rows, torch.ones(2, 3, 6, dtype=torch.bfloat16))
+    store.flush()
+    assert FeatureStore.open(tmp_path / "features", offsets, 6, {"drafter.taps": [1, 9, 17]}).has(rows)
+    assert not FeatureStore.open(tmp_path / "features", offsets, 6, {"drafter.taps": [1, 17, 33]}).has(rows)
+    run = make_run("taps", epochs=2, epochs_per_run=1, features="reuse")
+    train(run, tokens)
+    config = json.loads((run / "config.json").read_text())
+    config["drafter"]["taps"] = [2, 3]
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigMismatch, match=r"drafter\.taps: started with \[1, 3\], now \[2, 3\]"):
+        train(run, tokens)
 
 
 def hold(run: Path) -> None:

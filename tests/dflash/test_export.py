@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_toys import Toy, llama, toy
+from decoding_toys import STOP, Toy, llama, toy
 from safetensors.torch import load_file
 from torch import nn
+from transformers import GenerationConfig
 
 import dflash.export
 from dflash import checkpoint
 from dflash.checkpoint import State
-from dflash.errors import CheckpointCorrupt, TargetMismatch
+from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.export import export, gate, probe, refuse_other_ends, refuse_silent_losses, target_facts, write_layout
 from dflash.layouts import layout_config, load_exported
 from dflash.loss import Head
@@ -82,6 +83,29 @@ def test_k10_both_layouts_are_reloaded_in_a_fresh_process(run: Path, one: Toy) -
         assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
         with torch.no_grad():
             assert torch.equal(probe(load_exported(directory)), probe(one.drafter))
+
+
+def test_the_checkpoint_with_the_best_tau_is_exported(run: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    best = {"tau": 1.5, "checkpoint": "epoch-001-step-000000"}
+    state = State(epoch=2, step=0, steps_total=6, settings={}, threads=1, best=best)
+    other = {name: value + 1 for name, value in one.drafter.state_dict().items()}
+    checkpoint.save(run / "checkpoints", state, other, {})
+    export(run)
+    said = json.loads((run / "export.json").read_text())
+    assert Path(said["checkpoint"]).name == best["checkpoint"]
+    assert torch.equal(load_exported(Path(said["path"])).fc.weight, one.drafter.fc.weight)
+
+
+@pytest.mark.parametrize(("token", "why"), [(None, "mask_token_id is not set"), (7, "is the target's end of turn")])
+def test_c10_export_refuses_a_missing_mask_token_and_an_end_of_turn(run: Path, token: int | None, why: str) -> None:
+    GenerationConfig(eos_token_id=[STOP, 7]).save_pretrained(run.parent / "target")
+    tree = json.loads((run / "config.json").read_text())
+    tree["drafter"]["mask_token_id"] = token
+    (run / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigMismatch, match=why):
+        export(run)
+    assert not (run / "export").exists()
 
 
 def test_nothing_is_left_under_the_final_name_when_the_gate_fails(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
