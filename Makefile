@@ -2,6 +2,7 @@
 # make test         runs the tests
 # make test-e2e     runs deployments on a server and worker of their own, and kills them
 # make test-ui      looks at a run in a real browser (needs chromium)
+# make screenshots  does the same and writes docs/flow-run.png
 # make test-kill    kills 30 training runs at random, and one of two torchrun nodes
 # make check        format, lint, types, import contracts
 # make bench        runs the benchmarks
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 export DFLASH_HOME ?= $(CURDIR)/var
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-bench demo test test-e2e test-ui test-kill check bench clean
+.PHONY: help setup setup-bench demo test test-e2e test-ui screenshots test-kill check bench clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -38,6 +39,9 @@ test-e2e: setup
 	@$(BIN)/python -m pytest -m e2e tests/e2e
 
 test-ui: setup
+	@$(BIN)/python -m pytest -m ui tests/e2e
+
+screenshots: setup
 	@DFLASH_SCREENSHOTS=1 $(BIN)/python -m pytest -m ui tests/e2e
 
 test-kill: setup

@@ -1,6 +1,7 @@
 """What people see of a run, in a real browser (Debian's chromium).
 
-make test-ui         # about two minutes; writes docs/flow-run.png
+make test-ui         # about two minutes
+make screenshots     # the same, and writes docs/flow-run.png
 """
 
 import os
