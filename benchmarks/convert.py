@@ -70,7 +70,7 @@ def convert(source: Path, out: Path, *, durable: bool) -> dict[str, float]:
         files = ArrayFiles(out, "uint32", submit=threads.submit, direct=durable, durable=durable)
         write_rows(
             opened,
-            Converter(opened.layout, rows, None),
+            Converter(opened.layout, rows),
             files,
             VOCABULARY,
             lambda _: own.append(memory_mb("RssAnon")),

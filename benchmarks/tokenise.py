@@ -28,6 +28,7 @@ import pyarrow as pa  # noqa: E402
 
 from cache.chat import ChatTokenizer  # noqa: E402
 from cache.config import Columns  # noqa: E402
+from cache.lists import Place  # noqa: E402
 
 BATCH = 256
 QUESTIONS = (1, 3, 8)
@@ -67,7 +68,7 @@ def _compare(ours: ChatTokenizer, pairs: list[Any], num_questions: int, num_rows
 
     def run_ours() -> None:
         for start in starts:
-            ours.tokenise(table.slice(start, BATCH), Columns(), start, "benchmark")
+            ours.tokenise(table.slice(start, BATCH), Columns(), Place("benchmark", start))
 
     def run_batches() -> None:
         for start in starts:

@@ -65,20 +65,8 @@ class ChatTokenizer:
         self._finder = AnswerFinder(self._template, found.stop_texts, self.noted)
         prove(self._template, self._finder)
 
-    def tokenise(
-        self,
-        batch: pa.RecordBatch | pa.Table,
-        columns: Columns,
-        first_row: int,
-        source: str,
-        *,
-        lines: bool = False,
-    ) -> Tokenised:
-        """One batch of conversations as rows; one conversation may give several.
-
-        `first_row` and `source` (and whether rows are lines) are for errors to name a row.
-        """
-        place = Place(source, first_row, lines)
+    def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised:
+        """One batch of conversations as rows; one conversation may give several. `place` names a row in errors."""
         counts = Counts(Counter(), self.noted)
         documents: list[Document] = []
         split_text: list[str] = []

@@ -6,6 +6,7 @@ that Arrow refuses is read again line by line, so that an error names the line, 
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from cache.columns import USUAL, Layout
 from cache.errors import BadRow, BadSource
 from cache.files import COMPRESSED
 
+BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 22  # text that is parsed at once; a longer line is its own block
 
 
@@ -38,17 +40,26 @@ def first_object(path: Path) -> dict[str, Any]:
     raise BadSource(f"{path}: no line in it, expected one JSON object a line.")
 
 
-def read_lines(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lines]:
-    """The file in blocks of whole lines; blank lines end a block and are left out."""
-    number, rest = 0, b""
+def read_lines(
+    path: Path, block_bytes: int = BLOCK_BYTES, *, start: int = 0, stop: int | None = None, first_line: int = 0
+) -> Iterator[Lines]:
+    """The file, or its bytes from `start` to `stop`, in blocks of whole lines; blank lines are left out, and end one.
+
+    Where a file is compressed it can only be read from its beginning to its end.
+    """
+    number, rest = first_line, b""
     with pa.OSFile(str(path)) as file:
-        codec = _codec(path)
+        codec = codec_of(path)
         stream = file if codec is None else pa.CompressedInputStream(file, codec)
+        left = math.inf if stop is None or codec else stop - start
+        if codec is None:
+            file.seek(start)
         while True:
-            read = stream.read(block_bytes)
+            read = stream.read(int(min(block_bytes, left)))
+            left -= len(read)
             text = rest + read
-            if number == 0 and text.startswith(b"\xef\xbb\xbf"):
-                text = text[3:]
+            if number == 0 and text.startswith(BOM):
+                text = text[len(BOM) :]
             end = text.rfind(b"\n") + 1 if read else len(text)
             block, rest = text[:end], text[end:]
             for first, count, part in _without_blanks(block):
@@ -123,7 +134,8 @@ def schema_of(row: dict[str, Any], layout: Layout, path: Path) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _codec(path: Path) -> str | None:
+def codec_of(path: Path) -> str | None:
+    """How the file is compressed; None: it is not."""
     with path.open("rb") as file:
         head = file.read(4)
     return next((codec for magic, codec in COMPRESSED.items() if head.startswith(magic)), None)

@@ -8,12 +8,13 @@ import ast
 import functools
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from cache.columns import Layout
 from cache.config import RowsConfig, default_home
 from cache.errors import BadSource
 from cache.files import find_parts
@@ -26,6 +27,9 @@ NOT_CONVERTING = {
     "__init__", "__main__", "commit", "config", "errors", "fingerprint", "gather", "key", "plan", "progress", "removal",
     "readahead", "show", "store",
 }  # fmt: skip
+
+# Of those that convert, what works on tokens alone: an edit here leaves slices of conversations as they are.
+AFTER_TOKENS = {"arrays", "convert", "manifest", "metadata", "rules", "shard", "writer"}
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -54,7 +58,7 @@ def content_key(
     home: Path | None = None,
 ) -> ContentKey:
     """The key of the token cache that these rows make; `home` is where hashes of source files are remembered."""
-    sidecar = (home or default_home()) / "tokens" / ".hashes"
+    sidecar = sidecar_of(home or default_home())
     policies = rows.model_dump(
         mode="json", exclude={"source", "template", "template_arguments", "max_dropped", "vocabulary"}
     )
@@ -70,6 +74,31 @@ def content_key(
         "code": hash_code(Path(__file__).parent),
     }
     return ContentKey(xxhash.xxh3_128_hexdigest(canonical(parts)), parts)
+
+
+def hash_slice(parts: dict[str, str], layout: Layout, rows: RowsConfig, content: str) -> str:
+    """The key of a slice of conversations: all that decides its tokens and masks, `parts` being the content key's.
+
+    Lengths, the split, the vocabulary and `max_dropped` come later and are not in it.
+    """
+    same = ("tokenizer", "probe", "template", "template_arguments")
+    return xxhash.xxh3_128_hexdigest(
+        canonical(
+            {
+                **{name: parts[name] for name in same},
+                "columns": asdict(layout),
+                "groups": None if rows.groups is None else sorted(rows.groups),
+                "supervise": rows.supervise,
+                "code": hash_code(Path(__file__).parent, frozenset(AFTER_TOKENS)),
+                "content": content,
+            }
+        )
+    )
+
+
+def sidecar_of(home: Path) -> Path:
+    """Where the hashes of source files are remembered."""
+    return home / "tokens" / ".hashes"
 
 
 def resolve_vocabulary(rows: RowsConfig, tokenizer: Path | None, vocabulary: int | None) -> int:
@@ -106,11 +135,11 @@ def hash_vocabulary(tokenizer: Path) -> str:
 
 
 @functools.cache  # the code that runs is the code that was there when this process began
-def hash_code(package: Path) -> str:
+def hash_code(package: Path, without: frozenset[str] = frozenset()) -> str:
     """Hash of the syntax trees of the modules that convert: comments, docstrings and line breaks are not in it."""
     digest = xxhash.xxh3_128()
     for path in sorted(package.glob("*.py")):
-        if path.stem not in NOT_CONVERTING:
+        if path.stem not in NOT_CONVERTING | without:
             tree = _parse(path.read_text(encoding="utf-8"))
             digest.update(f"{path.stem}:{_spell(tree)};".encode())
     return digest.hexdigest()

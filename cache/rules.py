@@ -1,4 +1,4 @@
-"""The written rules: which rows and pieces of rows are kept, on which side of the split, and why the others are not.
+"""The written rules: which rows and pieces of rows are kept, and why the others are not.
 
 One place for rows that came tokenised and for conversations. In order: rows of other groups; null, empty and too
 short rows; rows over `max_tokens` (cut, dropped, or cut into windows); and last, what has no legal anchor *then*.
@@ -6,19 +6,14 @@ A row is dropped when none of its pieces is kept; a piece that is lost from a ke
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import xxhash
-from jaxtyping import Bool, Int64, UInt8
+from jaxtyping import Bool, Int64
 from numpy import ndarray
 
 from cache.config import RowsConfig
 from cache.ragged import MIN_TOKENS, Spans, has_anchor, num_runs, windows
-
-SALT = 0x9E3779B97F4A7C15  # of the split: constant, so that a conversation is on one side in every cache
-SAMPLES = 16  # ids of a row that came tokenised, by which its side is drawn
 
 
 @dataclass(slots=True)
@@ -27,6 +22,7 @@ class Counts:
 
     source_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     truncated_tokens: int = 0
     dropped_tokens: int = 0
@@ -85,38 +81,6 @@ def fit(rows: Rows, policy: RowsConfig, counts: Counts) -> Rows:
     kept = rows.select(keep)
     _count_kept(kept, counts)
     return kept
-
-
-def sides_of_texts(texts: Sequence[str], held_out: float) -> UInt8[ndarray, "R"]:
-    """0 train, 1 held out, by the xxh3 of each conversation's first user text."""
-    hashes = np.array([xxhash.xxh3_64_intdigest(text.encode(), SALT) for text in texts], dtype=np.uint64)
-    return _side(hashes, held_out)
-
-
-def sides_of_ids(ids: Spans, held_out: float) -> UInt8[ndarray, "R"]:
-    """0 train, 1 held out, by a hash of each row's length and of `SAMPLES` ids spread over it.
-
-    A few ids and not all: hashing every token would cost as much as the conversion. Spread over the row and not its
-    front: rows often begin with the same long instruction. Equal rows are on one side, which is what a split is for.
-    """
-    at = ids.start[:, None] + ids.length[:, None] * np.arange(SAMPLES) // SAMPLES
-    odd = np.arange(SAMPLES, dtype=np.uint64) * np.uint64(2 * SALT % 2**64) + np.uint64(SALT)  # another factor a place
-    words = (ids.values[at].astype(np.int64).view(np.uint64) + np.uint64(1)) * odd
-    hashes = (words ^ (words >> np.uint64(29))).sum(axis=1, dtype=np.uint64)
-    return _side(_mix(hashes + ids.length.astype(np.uint64)), held_out)
-
-
-def _side(hashes: ndarray, held_out: float) -> UInt8[ndarray, "R"]:
-    # Compared in 53 bits, where a float is exact: hash < held_out · 2⁶⁴.
-    return ((hashes >> np.uint64(11)).astype(np.float64) < held_out * 2.0**53).astype(np.uint8)
-
-
-def _mix(words: ndarray) -> ndarray:
-    """The finaliser of splitmix64, on many words at once."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: ndarray = words ^ (words >> np.uint64(31))
-    return mixed
 
 
 def _with_length(spans: Spans, length: Int64[ndarray, "R"]) -> Spans:

@@ -7,26 +7,31 @@ meanwhile. Nothing of the source is held beyond a chunk.
 import errno
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from cache.arrays import ArrayFiles
+from cache.columns import Layout
 from cache.commit import Site, commit, locked, no_room, sweep
 from cache.config import RowsConfig
-from cache.convert import Converter
+from cache.convert import Converter, StoredPiece
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
 from cache.files import Part, find_parts
 from cache.fingerprint import State, state_of
 from cache.key import ContentKey, content_key, hash_vocabulary, probe_ids
 from cache.lists import row_of
 from cache.manifest import LAYOUT_VERSION, Manifest, dtype_for
+from cache.reading import Chunk
 from cache.shard import IdOutOfRange
+from cache.slices import Assembly, Tokeniser, num_rows_of, plan_slices
 from cache.source import Source, open_source
 from cache.store import TokenCache
 
+TOKENISING = 0.98  # of a build's time, where there is something to tokenise
 WRITERS = 2  # ids and mask are written side by side
 
 
@@ -42,6 +47,19 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+
+
+@runtime_checkable
+class Supply(Protocol):
+    """Where rows come from: a source of tokens, or the slices of conversations."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def num_rows(self) -> int | None: ...
+
+    def chunks(self) -> Iterator[Chunk] | Iterator[StoredPiece]: ...
 
 
 def build(
@@ -81,6 +99,32 @@ def _finished(site: Site, rows: RowsConfig) -> bool:
     return True
 
 
+class _Watch:
+    """Tells how far a build is. Conversations are tokenised first, which takes nearly all of its time."""
+
+    def __init__(self, report: Report | None) -> None:
+        self._report, self._started = report, time.monotonic()
+        self._rows = 0
+        self._total_rows: int | None = None
+        self._before = 0.0  # share of the work that comes before anything is written
+
+    def expect(self, total_rows: int | None) -> None:
+        """So many rows are to be tokenised."""
+        self._total_rows, self._before = total_rows, TOKENISING
+
+    def tokenised(self, rows: int) -> None:
+        self._rows += rows
+        share = self._before * min(1.0, self._rows / self._total_rows) if self._total_rows else 0.0
+        self._tell(Progress(self._rows, self._total_rows, 0, 0.0, share))
+
+    def written(self, progress: Progress) -> None:
+        self._tell(replace(progress, share=self._before + (1 - self._before) * progress.share))
+
+    def _tell(self, progress: Progress) -> None:
+        if self._report is not None:
+            self._report(replace(progress, seconds=time.monotonic() - self._started))
+
+
 def _make(
     source: Source,
     rows: RowsConfig,
@@ -91,13 +135,16 @@ def _make(
     progress: Report | None,
 ) -> None:
     vocabulary = int(key.parts["vocabulary"])
-    converter = Converter(source.layout, rows, _chat(source, rows, tokenizer))
+    converter = Converter(source.layout, rows)
+    watch = _Watch(progress)
     site.temporary.mkdir(parents=True)
     try:
+        is_chat = source.layout.kind == "conversations"
+        supply: Supply = _tokenised(source, rows, key, site, tokenizer, watch) if is_chat else source
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="token-cache-writer") as thread:
             files = ArrayFiles(site.temporary, dtype_for(vocabulary).name, submit=thread.submit)
             try:
-                write_rows(source, converter, files, vocabulary, progress)
+                write_rows(supply, converter, files, vocabulary, watch.written)
                 arrays = files.close()
             except BaseException:
                 files.abandon()
@@ -117,14 +164,14 @@ def _make(
             vocabulary=vocabulary,
             arrays=arrays,
             source_rows=counts.source_rows,
-            dropped={reason: number for reason, number in sorted(counts.dropped.items()) if number},
-            noted=dict(sorted(getattr(converter.chat, "noted", {}).items())),
+            dropped=_counted(counts.dropped),
+            noted=_counted(counts.noted),
             truncated=counts.truncated,
             truncated_tokens=counts.truncated_tokens,
             dropped_tokens=counts.dropped_tokens,
             length_histogram=counts.length_histogram(),
             group_names=converter.group_names,
-            tokenizer=_tokenizer_facts(tokenizer, converter.chat),
+            tokenizer=_tokenizer_facts(tokenizer, converter.stop_ids),
         )
         refuse_drops(manifest, rows)
         commit(site, manifest)
@@ -136,8 +183,21 @@ def _make(
         shutil.rmtree(site.temporary, ignore_errors=True)  # gone by a rename when all went well
 
 
+def _tokenised(
+    source: Source, rows: RowsConfig, key: ContentKey, site: Site, tokenizer: Path | None, watch: _Watch
+) -> Assembly:
+    """The source's conversations as tokens, once every slice of them is there."""
+    plan = plan_slices(source, rows, tokenizer, key.parts, site.final.parent.parent)
+    tokeniser = Tokeniser(plan, source.table)
+    missing = plan.missing()
+    if missing:
+        watch.expect(num_rows_of(missing))
+        tokeniser.make_missing(missing, watch.tokenised)
+    return Assembly(plan, tokeniser)
+
+
 def write_rows(
-    source: Source, converter: Converter, files: ArrayFiles, vocabulary: int, progress: Report | None = None
+    source: Supply, converter: Converter, files: ArrayFiles, vocabulary: int, progress: Report | None = None
 ) -> None:
     """The pass: every chunk of the source through the rules and into the files."""
     started, read = time.monotonic(), 0
@@ -156,7 +216,7 @@ def write_rows(
                 f"not in 0..{vocabulary - 1}, the target's vocabulary of {vocabulary}. The rows were tokenised for "
                 "another model: prepare them again with their own target.model, or set rows.vocabulary."
             ) from None
-        read += chunk.batch.num_rows
+        read += chunk.num_rows
         if progress is not None:
             seconds = time.monotonic() - started
             progress(Progress(read, source.num_rows, files.tokens * token_bytes, seconds, chunk.read))
@@ -177,29 +237,14 @@ def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:
         )
 
 
-def _chat(source: Source, rows: RowsConfig, tokenizer: Path | None) -> Any:
-    if source.layout.kind == "tokens":
-        return None
-    if tokenizer is None:
-        raise BadSource(f"{rows.source}: holds conversations, but no tokenizer was given. Set target.model.")
-    from cache.chat import ChatTokenizer  # pulls torch in, which rows that came tokenised do without
-
-    return ChatTokenizer(
-        tokenizer,
-        template=rows.template,
-        template_arguments=rows.template_arguments,
-        supervise=rows.supervise,
-    )
-
-
-def _tokenizer_facts(tokenizer: Path | None, chat: Any) -> dict[str, Any]:
+def _tokenizer_facts(tokenizer: Path | None, stop_ids: list[int]) -> dict[str, Any]:
     if tokenizer is None:
         return {}
-    return {
-        "probe": probe_ids(tokenizer),
-        "vocabulary": hash_vocabulary(tokenizer),
-        "stop_ids": list(getattr(chat, "stop_ids", ())),
-    }
+    return {"probe": probe_ids(tokenizer), "vocabulary": hash_vocabulary(tokenizer), "stop_ids": stop_ids}
+
+
+def _counted(counts: Counter[str]) -> dict[str, int]:
+    return {reason: number for reason, number in sorted(counts.items()) if number}
 
 
 def _states(parts: Iterable[Part]) -> dict[Path, State]:

@@ -21,7 +21,8 @@ from cache.conversation import MESSAGES, messages_of, raw_rows, tools_of, values
 from cache.errors import BadRow, BadSource
 from cache.files import find_parts
 from cache.message import Message, Refused, SchemaError
-from cache.source import Chunk, Source, column_names, open_source
+from cache.reading import Chunk
+from cache.source import Source, column_names, open_source
 from dflash.config import GenerationConfig
 
 PROMPTS = ("prompt", "instruction")

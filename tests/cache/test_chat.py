@@ -22,6 +22,7 @@ from toy import (
 )
 
 from cache.config import Columns
+from cache.lists import Place
 from cache.mask import Answers, supervise
 from cache.render import BadTemplate
 from cache.spelling import Encoded
@@ -193,7 +194,7 @@ def test_a14_last_answer_alone_is_one_row(tmp_path):
 def test_a23_last_answer_only_on_every_path(tmp_path, template, kind):
     chat = chat_tokenizer(tmp_path, template, supervise="last")
     batch = json_batch([C0]) if kind == "json" else pa.table({"messages": [C0]})
-    ((ids, mask),) = rows(chat.tokenise(batch, Columns(), 0, "x"))
+    ((ids, mask),) = rows(chat.tokenise(batch, Columns(), Place("x", 0)))
     assert ids == C0_IDS
     assert np.flatnonzero(mask).tolist() == [13, 14, 15]
 

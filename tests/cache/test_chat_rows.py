@@ -22,6 +22,7 @@ from toy import (
 
 from cache.config import Columns
 from cache.errors import BadRow
+from cache.lists import Place
 
 
 @pytest.mark.parametrize(
@@ -91,18 +92,18 @@ def test_a17_schema_variants_give_the_same_rows(tmp_path, conversation):
     expected = [(C0_IDS, C0_MASK)]
     assert rows(tokenised(chat, [conversation])) == expected
     arrow = pa.table({"conversations": [conversation]})
-    assert rows(chat.tokenise(arrow, Columns(), 0, "chat.arrow")) == expected
+    assert rows(chat.tokenise(arrow, Columns(), Place("chat.arrow", 0))) == expected
 
 
 def test_a17_prompt_and_completion(tmp_path):
     chat = chat_tokenizer(tmp_path)
     text = pa.table({"prompt": ["hi"], "completion": ["ok"]})
     messages = pa.table({"prompt": [C0[:3]], "completion": [C0[3:]]})
-    assert rows(chat.tokenise(text, Columns(), 0, "pairs"))[0][0] == C0_IDS[:8]
-    assert rows(chat.tokenise(messages, Columns(), 0, "pairs")) == [(C0_IDS, C0_MASK)]
+    assert rows(chat.tokenise(text, Columns(), Place("pairs", 0)))[0][0] == C0_IDS[:8]
+    assert rows(chat.tokenise(messages, Columns(), Place("pairs", 0))) == [(C0_IDS, C0_MASK)]
     prompts, completions = [json.dumps("hi"), json.dumps(C0[:3]), None], ['"ok"', json.dumps(C0[3:]), '""']
     lines = pa.table({"prompt": prompts, "completion": completions})
-    made = chat.tokenise(lines, Columns(), 0, "pairs.jsonl", lines=True)
+    made = chat.tokenise(lines, Columns(), Place("pairs.jsonl", 0, lines=True))
     assert [ids for ids, _ in rows(made)] == [C0_IDS[:8], C0_IDS]
     assert made.dropped == {"empty": 1}
 
@@ -124,18 +125,18 @@ def test_a17_prompt_and_completion(tmp_path):
 )
 def test_a17_unknown_shapes_name_file_and_row(tmp_path, conversation, message):
     with pytest.raises(BadRow, match=message):
-        chat_tokenizer(tmp_path).tokenise(json_batch([C0, conversation]), Columns(), 17, "chat.jsonl")
+        chat_tokenizer(tmp_path).tokenise(json_batch([C0, conversation]), Columns(), Place("chat.jsonl", 17))
 
 
 def test_a17_lines_are_counted_from_one(tmp_path):
     batch = json_batch([C0, [{"speaker": "me"}]])
     with pytest.raises(BadRow, match=r"line 19 of chat\.jsonl"):
-        chat_tokenizer(tmp_path).tokenise(batch, Columns(), 17, "chat.jsonl", lines=True)
+        chat_tokenizer(tmp_path).tokenise(batch, Columns(), Place("chat.jsonl", 17, lines=True))
 
 
 def test_a17_no_column_of_conversations_names_what_there_is(tmp_path):
     with pytest.raises(BadRow, match=r"has the columns text; expected .*messages"):
-        chat_tokenizer(tmp_path).tokenise(pa.table({"text": ["x"]}), Columns(), 0, "chat.arrow")
+        chat_tokenizer(tmp_path).tokenise(pa.table({"text": ["x"]}), Columns(), Place("chat.arrow", 0))
 
 
 @pytest.mark.parametrize("call", [{}, {"id": ""}, {"id": None, "type": None}, {"type": "function"}])
@@ -205,7 +206,7 @@ def test_d2_arguments_keep_their_own_keys(tmp_path, kind):
     conversations = [calling(function={"name": "f", "arguments": given}) for given in ({"a": 1}, {"b": "x"})]
     batch = json_batch(conversations) if kind == "json" else pa.table({"messages": conversations})
     chat = chat_tokenizer(tmp_path, CALLS)
-    runs = supervised_runs(chat, chat.tokenise(batch, Columns(), 0, "x"))
+    runs = supervised_runs(chat, chat.tokenise(batch, Columns(), Place("x", 0)))
     assert runs == [['<call_0 function f {"a": 1}>[E]'], ['<call_0 function f {"b": "x"}>[E]']]
 
 
@@ -226,7 +227,7 @@ def test_d6_empty_conversations_are_counted_and_rows_keep_their_numbers(tmp_path
 def test_arrow_lists_honour_slices_and_nulls(tmp_path):
     chat = chat_tokenizer(tmp_path)
     batch = pa.table({"messages": [said("ua"), None, C0, said("ua")], "finished": [True, True, False, True]})
-    made = chat.tokenise(batch.slice(1, 2), Columns(), 1, "x")
+    made = chat.tokenise(batch.slice(1, 2), Columns(), Place("x", 1))
     assert rows(made) == [(C0_IDS[:15], C0_MASK[:15])]
     assert made.row.tolist() == [1]
     assert made.dropped == {"empty": 1}

@@ -185,10 +185,10 @@ def test_the_code_counts_by_its_syntax(tmp_path: Path) -> None:
         return hash_code(copy)
 
     key = hash_code(package)
-    assert edited("rules.py", "SAMPLES = 16", "SAMPLES = 15") != key
+    assert edited("split.py", "SAMPLES = 16", "SAMPLES = 15") != key
     assert edited("ragged.py", "MIN_TOKENS = 2", "MIN_TOKENS = 3") != key
     assert edited("rules.py", '"""The written rules', '"""Other words') == key
-    assert edited("rules.py", "SAMPLES = 16", "SAMPLES  =  16  # a comment\n") == key
+    assert edited("split.py", "SAMPLES = 16", "SAMPLES  =  16  # a comment\n") == key
     assert edited("plan.py", "WINDOW_BATCHES = 128", "WINDOW_BATCHES = 64") == key
     added = Path(shutil.copytree(package, tmp_path / "added"))
     (added / "new_helper.py").write_text("x = 1\n")

@@ -10,7 +10,7 @@ from arrow_rows import masks_of, rows_of, table
 
 from cache.errors import BadRow, BadSource
 from cache.ragged import Spans
-from cache.rules import sides_of_ids, sides_of_texts
+from cache.split import hashes_of_ids, hashes_of_texts, sides
 
 GOOD = [1, 2, 3]
 
@@ -201,20 +201,20 @@ def test_the_split_takes_its_share_and_keeps_equal_rows_together(share: float) -
     rng = np.random.default_rng(0)
     length = rng.integers(2, 200, 4000)
     ids = Spans(rng.integers(0, 50_000, int(length.sum())), np.cumsum(length) - length, length)
-    side = sides_of_ids(ids, share)
+    side = sides(hashes_of_ids(ids), share)
     # Four standard deviations of a fair draw.
     assert abs(side.mean() - share) <= 4 * (share * (1 - share) / 4000) ** 0.5
     moved = Spans(np.concatenate([[9], ids.values]), ids.start + 1, ids.length)
-    assert (sides_of_ids(moved, share) == side).all()
+    assert (sides(hashes_of_ids(moved), share) == side).all()
     texts = [f"question {i}" for i in range(4000)]
-    drawn = sides_of_texts(texts, share)
+    drawn = sides(hashes_of_texts(texts), share)
     assert abs(drawn.mean() - share) <= 4 * (share * (1 - share) / 4000) ** 0.5
 
 
 def test_rows_that_begin_alike_are_not_all_on_one_side() -> None:
     rows = np.concatenate([np.concatenate([np.arange(500), [row] * 40]) for row in range(400)])
     spans = Spans(rows, np.arange(400) * 540, np.full(400, 540))
-    assert 0.3 < sides_of_ids(spans, 0.5).mean() < 0.7
+    assert 0.3 < sides(hashes_of_ids(spans), 0.5).mean() < 0.7
 
 
 def test_pieces_of_a_row_are_on_its_side(make: Any) -> None:

@@ -124,7 +124,7 @@ def test_rows_are_those_that_the_dataset_shows(make: Any, change: str) -> None:
 
 
 def test_a_composed_mapping_copies_a_chunk_at_a_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cache import source
+    from cache import reading as source
 
     monkeypatch.setattr(source, "TAKE_BYTES", 1 << 10)
     taken: list[int] = []
@@ -149,7 +149,7 @@ def test_D7_a_slice_keeps_its_own_values_only(make: Any) -> None:
 
 def test_D9_a_row_number_past_32_bits_is_found_by_position() -> None:
     from cache.lists import Place, spans_of_list
-    from cache.source import _edges
+    from cache.reading import _edges
 
     # Offsets only: three rows of 2³⁰ tokens, more than 32 bits hold. Values are never touched.
     offsets = pa.py_buffer(np.array([0, 2**30, 2**31, 3 * 2**30], dtype=np.int64))
@@ -169,7 +169,7 @@ def test_a_row_of_a_million_tokens_beside_small_ones(make: Any) -> None:
 
 
 def test_chunks_are_small_whatever_the_batches_are(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cache import source
+    from cache import reading as source
 
     monkeypatch.setattr(source, "CHUNK_TOKENS", 5)
     assert rows_of(make(data=DATA)) == ROWS

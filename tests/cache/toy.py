@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from cache.chat import ChatTokenizer
 from cache.config import Columns
+from cache.lists import Place
 from cache.ragged import Tokenised
 
 BOS, EOS, PAD, U, A, E, MASK = range(256, 263)
@@ -101,7 +102,7 @@ def json_batch(conversations: list[Any], **columns: list[Any]) -> pa.Table:
 
 
 def tokenised(chat: ChatTokenizer, conversations: list[Any], **columns: list[Any]) -> Tokenised:
-    return chat.tokenise(json_batch(conversations, **columns), Columns(), 0, "chat.jsonl")
+    return chat.tokenise(json_batch(conversations, **columns), Columns(), Place("chat.jsonl", 0))
 
 
 def rows(made: Tokenised) -> list[tuple[list[int], list[int]]]:

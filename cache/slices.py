@@ -1,0 +1,216 @@
+"""Conversations are tokenised in slices, each stored under its own key: what is there is never made again.
+
+A slice is what some neighbouring conversations of one file are as tokens, before any rule of lengths or of the split.
+So one more file, another `max_tokens` or a build that was killed costs only what is new. Whoever makes one holds its
+lock, so that several builders (processes of one machine, or workers of a cluster on shared storage) share the work.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache.columns import Layout
+from cache.config import RowsConfig
+from cache.convert import StoredPiece
+from cache.cuts import Cut, cuts_of_part, cuts_of_table
+from cache.errors import BadSource, CacheCorrupt
+from cache.files import Part
+from cache.fingerprint import State, hash_file, state_of
+from cache.key import hash_slice, sidecar_of
+from cache.lists import Place
+from cache.pieces import Piece, read_pieces, write_pieces
+from cache.reading import Chunk, InMemory, part_chunks, table_chunks
+from cache.source import IN_MEMORY, Source
+from cache.tokenise import Tokenises, Told, pieces_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Some neighbouring conversations, wherever they are made into tokens."""
+
+    key: str
+    cut: Cut
+    states: tuple[State, ...]  # size and time of the files when they were cut
+
+    @property
+    def first(self) -> Place:
+        """Where its first row stands."""
+        part, span = self.cut.part, self.cut.range
+        if part is None:
+            return Place(IN_MEMORY, span.start)
+        if part.indices:
+            return Place(str(part.files[0].path.parent), span.start)
+        is_lines = part.files[0].format == "jsonl"
+        return Place(str(part.files[0].path), span.first_line if is_lines else span.start, lines=is_lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All slices of a source, in order, and what a process needs to make one, wherever it runs."""
+
+    slices: tuple[Slice, ...]
+    layout: Layout
+    rows: RowsConfig
+    tokenizer: Path | None
+    directory: Path
+
+    def path(self, one: Slice) -> Path:
+        return self.directory / f"{one.key}.arrow"
+
+    def missing(self) -> list[Slice]:
+        """Those that are not there; equal ones once."""
+        return [one for one in {one.key: one for one in self.slices}.values() if not self.path(one).exists()]
+
+
+def plan_slices(source: Source, rows: RowsConfig, tokenizer: Path | None, parts: dict[str, str], home: Path) -> Plan:
+    """Cut the source; `parts` are those of its content key."""
+    sidecar = sidecar_of(home)
+    if source.table is not None:
+        cuts = list(cuts_of_table(source.table, source.layout, parts["source"]))
+    else:
+        cuts = [c for part in source.parts for c in cuts_of_part(part, source.layout, lambda p: hash_file(p, sidecar))]
+    slices = tuple(Slice(hash_slice(parts, source.layout, rows, cut.content), cut, _states(cut.part)) for cut in cuts)
+    return Plan(slices, source.layout, rows, tokenizer, home / "tokens" / ".slices")
+
+
+class Tokeniser:
+    """Makes slices of a plan, one after the other; the tokenizer is loaded when the first one is missing."""
+
+    def __init__(self, plan: Plan, table: InMemory | None = None) -> None:
+        self._plan, self._table = plan, table
+        self._chat: Tokenises | None = None
+
+    def make_missing(self, slices: Iterable[Slice], told: Told | None = None) -> None:
+        """Those that other builders are at come last, when they are likely to be there."""
+        left = list(slices)
+        for wait in (False, True):
+            left = [one for one in left if not self.make(one, wait=wait, told=told)]
+
+    def make(self, one: Slice, *, wait: bool = True, told: Told | None = None) -> bool:
+        """Make a slice unless it is there; False only where another builder is at it and this one does not wait."""
+        path = self._plan.path(one)
+        if path.exists():
+            return True
+        with _locked(path, wait=wait) as is_mine:
+            if is_mine and not path.exists():
+                self._make(one, path, told)
+        return is_mine
+
+    def pieces(self, one: Slice) -> Iterator[Piece]:
+        """The rows of a slice. One that is gone is made, one that is damaged is made again, said aloud."""
+        path = self._plan.path(one)
+        done = 0
+        for is_last_try in (False, True):
+            try:
+                self.make(one)
+                for piece in _skip(read_pieces(path), done):
+                    yield piece
+                    done += 1
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(path)  # used: `python -m flows clean` keeps it
+                return
+            except (CacheCorrupt, FileNotFoundError) as error:
+                if is_last_try:
+                    raise
+                logger.warning("A slice of tokenised conversations is damaged and is made again. %s", error)
+                path.unlink(missing_ok=True)
+
+    def _make(self, one: Slice, path: Path, told: Told | None) -> None:
+        if self._chat is None:
+            self._chat = load_chat(self._plan)
+        partial = path.with_name(f"{path.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+        try:
+            write_pieces(
+                partial, pieces_of(self._chunks(one), self._plan.layout, self._plan.rows.groups, self._chat, told)
+            )
+            if _states(one.cut.part) != one.states:
+                raise BadSource(f"{one.first.file}: changed while it was read. Run again once nothing writes to it.")
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _chunks(self, one: Slice) -> Iterator[Chunk]:
+        if one.cut.part is not None:
+            return part_chunks(one.cut.part, self._plan.layout, one.cut.range)
+        assert self._table is not None, "a table in memory is not sent to other processes"
+        return table_chunks(self._table, self._plan.layout, IN_MEMORY, one.cut.range)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The slices of a plan as a source of rows."""
+
+    plan: Plan
+    tokeniser: Tokeniser
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def num_rows(self) -> int | None:
+        return num_rows_of(self.plan.slices)
+
+    def chunks(self) -> Iterator[StoredPiece]:
+        total, before = max(1, sum(one.cut.size_bytes for one in self.plan.slices)), 0
+        for one in self.plan.slices:
+            before += one.cut.size_bytes
+            for piece in self.tokeniser.pieces(one):
+                yield StoredPiece(piece, one.first, before / total)
+
+
+def num_rows_of(slices: Iterable[Slice]) -> int | None:
+    """Of the source; blank lines count. None where only reading would tell."""
+    counts = [one.cut.num_rows for one in slices]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def load_chat(plan: Plan) -> Tokenises:
+    """The target's tokenizer and template."""
+    rows = plan.rows
+    if plan.tokenizer is None:
+        raise BadSource(f"{rows.source}: holds conversations, but no tokenizer was given. Set target.model.")
+    from cache.chat import ChatTokenizer  # pulls torch in, which rows that came tokenised do without
+
+    return ChatTokenizer(
+        plan.tokenizer,
+        template=rows.template,
+        template_arguments=rows.template_arguments,
+        supervise=rows.supervise,
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold a slice's lock, or be told that another builder does; the kernel lets go of it when a builder dies."""
+    locks = path.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / path.stem).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _states(part: Part | None) -> tuple[State, ...]:
+    """Size and time of the files: inodes and devices differ between machines that share storage."""
+    files = (*part.files, *part.indices) if part is not None else ()
+    return tuple(state_of(file.path)[:2] for file in files)
+
+
+def _skip(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
+    for number, piece in enumerate(pieces):
+        if number >= count:
+            yield piece
