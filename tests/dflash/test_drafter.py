@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash.drafter import Drafter, DrafterShape
-from dflash.loss import Head, block_loss
+from dflash.loss import Head, LossKind, block_loss
 
 SHAPE = DrafterShape(
     hidden_size=8,
@@ -144,8 +144,10 @@ def test_padding_anchors_change_nothing(drafter: Drafter) -> None:
     )
 
 
-def loss_and_gradient(drafter: Drafter, rows: list[int], padded: int) -> tuple[Tensor, list[Tensor]]:
-    """Σ w·CE of some of four rows of unequal length, and its gradient."""
+def loss_and_gradient(
+    drafter: Drafter, rows: list[int], padded: int, kind: LossKind
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Σ w·loss and Σ w of some of four rows of unequal length, and the gradient."""
     generator = torch.Generator().manual_seed(9)
     lengths = [12, 7, 9, 5]
     features = torch.randn(4, 12, WIDTH, generator=generator, dtype=torch.float64)
@@ -153,24 +155,27 @@ def loss_and_gradient(drafter: Drafter, rows: list[int], padded: int) -> tuple[T
     labels = torch.randint(0, 13, (4, A, K), generator=generator)
     weights = torch.rand(4, A, K, generator=generator, dtype=torch.float64)
     head = Head(torch.randn(13, SHAPE.hidden_size, generator=generator, dtype=torch.float64))
+    states = torch.randn(4, A, K, SHAPE.hidden_size, generator=generator, dtype=torch.float64)[rows]
     anchor = torch.tensor([[1, 5, 9], [0, 3, 6], [2, 2, 8], [1, 3, 4]])
     batch = torch.full((len(rows), padded, WIDTH), 55.0, dtype=torch.float64)
     for b, row in enumerate(rows):
         batch[b, : lengths[row]] = features[row, : lengths[row]]
     hidden = drafter(batch, embedded[rows], anchor[rows])
-    total = block_loss(hidden, head, labels[rows], weights[rows]).total
-    return total, list(torch.autograd.grad(total, list(drafter.parameters())))
+    loss = block_loss(hidden, head, labels[rows], weights[rows], kind, states if kind == "kl" else None)
+    return loss.total, loss.weight, list(torch.autograd.grad(loss.total, list(drafter.parameters())))
 
 
+@pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
 @pytest.mark.parametrize("split", [[[0], [1], [2], [3]], [[3, 1], [0, 2]], [[2, 0, 3], [1]]])
 def test_h1_h4_a_row_alone_padded_or_in_another_micro_batch_gives_the_same_sums(
-    drafter: Drafter, split: list[list[int]]
+    drafter: Drafter, split: list[list[int]], kind: LossKind
 ) -> None:
-    whole, whole_gradient = loss_and_gradient(drafter, [0, 1, 2, 3], 15)
-    parts = [loss_and_gradient(drafter, rows, 12) for rows in split]
+    whole, whole_weight, whole_gradient = loss_and_gradient(drafter, [0, 1, 2, 3], 15, kind)
+    parts = [loss_and_gradient(drafter, rows, 12, kind) for rows in split]
     torch.testing.assert_close(sum(p[0] for p in parts), whole, rtol=0, atol=1e-10)
+    torch.testing.assert_close(sum(p[1] for p in parts), whole_weight, rtol=0, atol=1e-10)
     for index, want in enumerate(whole_gradient):
-        torch.testing.assert_close(sum(p[1][index] for p in parts), want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(sum(p[2][index] for p in parts), want, rtol=0, atol=1e-10)
 
 
 def test_j11_every_tensor_matters(drafter: Drafter) -> None:
