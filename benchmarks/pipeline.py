@@ -46,7 +46,7 @@ class Device:
 
     def __init__(self, mean_s: float, seed: int) -> None:
         self.random, self.mean_s = np.random.default_rng(seed), mean_s
-        self.device, self.nominal_s, self.count = CPU, 0.0, 0
+        self.device, self.devices, self.nominal_s, self.count = CPU, (CPU,), 0.0, 0
         self.worked: list[tuple[float, float]] = []
 
     def work(self) -> None:
@@ -183,8 +183,8 @@ def on_cpu(directory: Path, batches: int, rounds: int) -> dict[str, float]:
     """Seconds of target and drafter alone and of the pipeline, on the same micro-batches; medians of the rounds."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from dflash.host import cpu_threads
     from dflash.init import new_drafter
-    from dflash.opening import cpu_threads
     from dflash.target import Target, drafter_shape
 
     model = LlamaConfig(

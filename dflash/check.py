@@ -3,22 +3,21 @@
 import math
 import resource
 import shutil
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from cache.gather import Buffers
 from dflash import checkpoint
 from dflash.batch import Step
 from dflash.config import RunConfig
+from dflash.host import cpu_threads, free_bytes
 from dflash.init import new_drafter
-from dflash.opening import OpenRun, available_memory_bytes, cpu_threads, open_run, place
-from dflash.pipeline.device import Lane, Stopwatch, receive
+from dflash.opening import OpenRun, open_run
 from dflash.pipeline.ranks import Ranks
 from dflash.pipeline.work import Plan
+from dflash.placement import place
+from dflash.probe import stage_seconds
 from dflash.run import Progress
 from dflash.trainer import Trainer
 
@@ -84,10 +83,10 @@ def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], confi
 
     Where features are reused, only what is left of the first epoch pays for the target.
     """
-    devices = place(config.target, _first_of(config))
+    devices = place(config.target, _first_of(config)).decided(seconds["target"], seconds["train"])
     with_target = max(0, left - sum(steps[1:])) if config.training.features == "reuse" else left
-    if devices.drafter in devices.targets:
-        return left * seconds["train"] + with_target * seconds["target"]
+    if not devices.apart:  # every device does some of all the work
+        return (left * seconds["train"] + with_target * seconds["target"]) / len(devices.targets)
     target = seconds["target"] / len(devices.targets)
     return with_target * max(seconds["train"], target) + (left - with_target) * seconds["train"]
 
@@ -108,25 +107,17 @@ def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
         reverse=True,
     )
     micro = [micro[0], *(micro[len(micro) * i // _MEASURED] for i in range(_MEASURED))]
-    lane, watch = Lane(target.device, devices.drafter), Stopwatch(target.device)
-    buffers = Buffers(plan.buffer_tokens)
-    times: dict[str, list[float]] = {"target": [], "train": []}
-    for position, row_ids in micro:
-        batch = plan.make_batch(position, row_ids, buffers)
-        start = time.perf_counter()
-        item = lane.carry(batch, target.features, watch, lambda: None)
-        receive(item, devices.drafter)
-        _wait(devices.drafter)
-        middle = time.perf_counter()
-        trainer.accumulate(item)
+
+    def step() -> None:
         trainer.step(Step(0, 0, 1, (0,))).report()
-        times["target"].append(middle - start)
-        times["train"].append(time.perf_counter() - middle)
         progress.advance()
+
+    seconds = stage_seconds(plan, target, trainer, micro, step)
+    assert seconds is not None
     by_step = math.ceil(config.training.batches_per_step / config.training.processes)
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "step_seconds": {name: by_step * median(values[1:]) for name, values in times.items()},
+        "step_seconds": {"target": by_step * seconds.target, "train": by_step * seconds.train},
         **_memory(devices.drafter, config.training.processes),
     }
 
@@ -136,18 +127,13 @@ def _first_of(config: RunConfig) -> Ranks:
     return Ranks(size=config.training.processes, local_size=config.training.processes)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _memory(device: torch.device, processes: int) -> dict[str, Any]:
     """Peak memory of the measured steps, and what there is for them; the host's is shared by all processes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    available = available_memory_bytes() + peak
+    available = free_bytes(torch.device("cpu")) + peak
     need, there = {"memory": processes * peak}, {"memory": available}
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free = free_bytes(device)
         held = torch.cuda.max_memory_reserved(device)
         need[str(device)], there[str(device)] = held, free + held
     return {"memory_bytes": need, "available_memory_bytes": there}

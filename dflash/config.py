@@ -20,7 +20,9 @@ class TargetConfig(_Model):
     revision: str | None = Field(None, description="revision of a hub name")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of the target's weights")
     devices: list[str] | Literal["auto"] = Field(
-        "auto", description="devices of the target's replicas, such as [cuda:0, cuda:1]; auto: all but the drafter's"
+        "auto",
+        description="devices of the target's replicas, such as [cuda:0, cuda:1], or [cuda:0+cuda:1] where one needs "
+        "several; auto: all but the drafter's, and that one, too, where measured times say so",
     )
     trust_remote_code: bool = Field(False, description="run the model code that comes with a hub model")
 

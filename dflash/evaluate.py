@@ -13,12 +13,14 @@ from dflash import checkpoint
 from dflash.checkpoint import Checkpoint
 from dflash.comparison import Comparison, compare, facts, finite, sample
 from dflash.errors import CheckpointCorrupt, ConfigMismatch
-from dflash.opening import OpenRun, cpu_threads, open_run, place
+from dflash.host import cpu_threads
+from dflash.opening import OpenRun, open_run
+from dflash.placement import place
 from dflash.report import write_report
 from dflash.run import Progress
+from dflash.starting import load_drafter
 from dflash.target import Target
 from dflash.tau import CONVENTION, RowWalk, acceptance_by_slot, tau, walk_rows
-from dflash.training import load_drafter
 
 # B·S of the micro-batches whose rows are walked, at least: a demo trains on smaller ones than are quick.
 _TOKENS = 1 << 10
@@ -42,8 +44,10 @@ def evaluate(path: Path, tokens: Path) -> None:
         config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
     torch.set_num_threads(cpu_threads())
-    device = place(config).drafter
-    target = Target.load(config, opened.shape.taps, device)
+    devices = place(config)
+    device = devices.drafter
+    # A target that needs several devices lies on them; any other beside the drafter.
+    target = Target.load(config, opened.shape.taps, devices.targets[0] if len(devices.targets[0]) > 1 else device)
     ends = target.ends(device)
     drafters = [load_drafter(opened.shape, c).to(device).eval() for c in (before, after)]
     prompts = held_out_prompts(opened, held_out)

@@ -25,8 +25,8 @@ from dflash.layouts import Json, TargetFacts, check_config, check_tensors, layou
 from dflash.layouts import load_exported as load_exported  # `python -m dflash probe` asks here
 from dflash.loss import Head
 from dflash.run import Progress, RunDirectory
+from dflash.starting import load_drafter
 from dflash.target import Target, drafter_shape, stop_tokens, text_config
-from dflash.training import load_drafter
 
 TOLERANCE = 1e-5  # float32 logits, the same weights in two processes
 

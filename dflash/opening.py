@@ -1,19 +1,17 @@
-"""What every command needs of a run before it begins: parameters, rows, shape, devices, and that they fit together."""
+"""What every command needs of a run before it begins: parameters, rows, shape, and that they fit together."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from cache.store import TokenCache
 from dflash.config import NOT_LEARNED, RunConfig, TargetConfig
 from dflash.drafter import DrafterShape
 from dflash.errors import ConfigMismatch, TargetMismatch
-from dflash.pipeline.ranks import ALONE, Ranks
+from dflash.placement import Replica
 from dflash.run import RunDirectory
 from dflash.target import Target, drafter_shape, stop_tokens, text_config
 from dflash.tokenizer import check_tokenizer
@@ -35,9 +33,9 @@ class OpenRun:
         """Values of one token's features: its taps, and the final state where the loss needs it."""
         return (len(self.shape.taps) + self._needs_final) * self.shape.hidden_size
 
-    def load_target(self, device: torch.device) -> Target:
+    def load_target(self, replica: Replica) -> Target:
         """The frozen target with the taps, and the depth, that training needs."""
-        return Target.load(self.config.target, self.shape.taps, device, final=self._needs_final)
+        return Target.load(self.config.target, self.shape.taps, replica, final=self._needs_final)
 
     @property
     def _needs_final(self) -> bool:
@@ -116,51 +114,3 @@ def fingerprint(target: TargetConfig) -> str:
                 digest.update(stream.read(_SAMPLE))
     digest.update((directory / "config.json").read_bytes())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """Where the drafter and each replica of the target go."""
-
-    drafter: torch.device
-    targets: tuple[torch.device, ...]
-
-    def enter(self) -> None:
-        """Make the drafter's device the one that events and streams of this thread mean."""
-        if self.drafter.type == "cuda":
-            torch.cuda.set_device(self.drafter)
-
-
-def place(config: TargetConfig, ranks: Ranks = ALONE) -> Devices:
-    """Named devices are the targets'; `auto` leaves the last GPU to the drafter, or shares what there is.
-
-    Several processes of one machine cut its GPUs among them. Raises ConfigMismatch for a device that is not there.
-    """
-    count = torch.cuda.device_count()
-    each = max(1, count // ranks.local_size)
-    gpus = [f"cuda:{i % count}" for i in range(ranks.local_rank * each, (ranks.local_rank + 1) * each)] if count else []
-    names = (gpus[:-1] or gpus or ["cpu"]) if config.devices == "auto" else list(config.devices)
-    targets = tuple(torch.device(name) for name in names)
-    for device in targets:
-        if device.type == "cuda" and (device.index or 0) >= count:
-            raise ConfigMismatch(
-                f"target.devices names {device}, this machine has {count} GPUs. Name those that are there, or auto."
-            )
-    return Devices(torch.device("cpu" if targets[0].type == "cpu" else gpus[-1]), targets)
-
-
-def cpu_threads() -> int:
-    """Threads of each stage on the CPU: $OMP_NUM_THREADS where it is set, else the cores this process may use.
-
-    Stages that compute on the same cores take turns, so each may have them all.
-    """
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdigit() and int(told) else len(os.sched_getaffinity(0))
-
-
-def available_memory_bytes() -> int:
-    """Memory of the host that can be had without swapping; what this process has is not part of it."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/meminfo has no MemAvailable")

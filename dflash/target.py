@@ -4,13 +4,14 @@ Tap i reads `hidden_states[i + 1]`, the output of decoder layer i (entry 0 is th
 the last tap: later layers and the head are never run, unless the loss needs the final state.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -20,6 +21,7 @@ from dflash.drafter import DrafterShape
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.loss import Head
 from dflash.mask_token import check_mask_token
+from dflash.sharding import device_map
 
 
 def spread_taps(num_layers: int, taps: int) -> tuple[int, ...]:
@@ -120,33 +122,44 @@ class Target:
         layers = decoder_layers(model)
         for tap in taps:
             layers[tap].register_forward_hook(self._hook(tap))
+        used = [next(layer.parameters()).device for layer in layers[: None if final else taps[-1] + 1]]
+        # The first takes the ids, the last gives the features; a target on one device has one.
+        self.devices: tuple[torch.device, ...] = tuple(
+            dict.fromkeys([model.get_input_embeddings().weight.device, *used])
+        )
 
     @classmethod
     def load(
-        cls, config: TargetConfig, taps: tuple[int, ...], device: str | torch.device, final: bool = False
+        cls,
+        config: TargetConfig,
+        taps: tuple[int, ...],
+        devices: str | torch.device | Sequence[torch.device],
+        final: bool = False,
     ) -> "Target":
-        """Read the target's weights onto a device.
+        """Read the target's weights onto a device, or onto several that hold it together.
 
         Raises TargetMismatch when a weight is missing: the library would go on with a random one.
         """
+        devices = [torch.device(devices)] if isinstance(devices, str | torch.device) else devices
         model, info = AutoModelForCausalLM.from_pretrained(
             config.model,
             revision=config.revision,
             dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            device_map=device_map(config, devices) if len(devices) > 1 else None,
         )
         if lacking := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
             raise TargetMismatch(
                 f"target.model={config.model} lacks {len(lacking)} of the weights that its config asks for, "
                 f"{', '.join(lacking[:3])} among them; expected all. The files are not whole or not of this model."
             )
-        return cls(model.to(device), taps, final)
+        return cls(model if len(devices) > 1 else model.to(devices[0]), taps, final)
 
     @property
     def device(self) -> torch.device:
-        """Where the target's embedding lies."""
-        return torch.device(self.model.get_input_embeddings().weight.device)
+        """Where the target takes its ids."""
+        return self.devices[0]
 
     def features(self, ids: Int[Tensor, "B S"]) -> Float[Tensor, "B S N*H"]:
         """The tapped hidden states of right-padded rows, concatenated in tap order, rounded to bfloat16.
@@ -157,7 +170,7 @@ class Target:
         states = []
         with torch.no_grad(), suppress(_LastTap):
             states.append(self.model.get_decoder()(input_ids=ids.long(), use_cache=False).last_hidden_state)
-        return torch.cat([self._collect(), *(state.to(torch.bfloat16) for state in states)], dim=-1)
+        return torch.cat([self._collect(), *(state.to(self.devices[-1], torch.bfloat16) for state in states)], dim=-1)
 
     def forward(
         self, ids: Int[Tensor, "B S"], cache: Any, **inputs: Any
@@ -177,9 +190,8 @@ class Target:
         Raises TargetMismatch when that head does not give the model's logits.
         """
         config = self.model.config.get_text_config(decoder=True)
-        embedding, linear = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        if embedding.weight.device != device:
-            embedding, linear = deepcopy(embedding).to(device), deepcopy(linear).to(device)
+        embedding = _moved(self.model.get_input_embeddings(), device)
+        linear = _moved(self.model.get_output_embeddings(), device)
         scale = 1.0
         if getattr(config, "logit_scale", None) is not None:
             scale = float(config.logit_scale)
@@ -217,9 +229,16 @@ class Target:
         return hook
 
     def _collect(self) -> Tensor:
-        outputs = [self._seen.outputs[tap].to(torch.bfloat16) for tap in self.taps]
+        outputs = [self._seen.outputs[tap].to(self.devices[-1], torch.bfloat16) for tap in self.taps]
         self._seen = _Taps({}, stop=False)
         return torch.cat(outputs, dim=-1)
+
+
+def _moved(module: Any, device: torch.device) -> Any:
+    """The module itself where it lies there, else a copy, without what accelerate has put around a sharded one."""
+    if module.weight.device == device:
+        return module
+    return remove_hook_from_module(deepcopy(module)).to(device)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -66,6 +66,11 @@ class Trainer:
         self._sums[_COUNTS:_BY_SLOT] += counts
         self._sums[_BY_SLOT:] += torch.cat([loss.correct_by_slot, loss.counted_by_slot])
 
+    def forget(self) -> None:
+        """Drop what has been accumulated since the last step."""
+        self._gradient.zero_()
+        self._sums.zero_()
+
     def step(self, at: Step) -> "PendingReport":
         """Divide, clip, update. A step with Σ w = 0, or whose loss or gradient is not finite, changes nothing."""
         config = self.config
@@ -84,8 +89,7 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
         values = torch.cat([self._sums, torch.stack([norm.double(), skipped.double()])])
-        self._gradient.zero_()
-        self._sums.zero_()
+        self.forget()
         return PendingReport.of(at, lr, values)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:

@@ -14,31 +14,25 @@ import torch
 
 from dflash import checkpoint
 from dflash.batch import StepReport
-from dflash.checkpoint import Checkpoint, State, Writer
-from dflash.drafter import Drafter, DrafterShape
+from dflash.checkpoint import Checkpoint, Writer
+from dflash.curves import Curves, of_line
 from dflash.errors import ConfigMismatch, StageFailed
 from dflash.features import open_features
-from dflash.init import new_drafter
+from dflash.host import cpu_threads, free_bytes
 from dflash.metrics import Window, write_line
 from dflash.monitor import Monitor
-from dflash.opening import (
-    OpenRun,
-    available_memory_bytes,
-    changed_settings,
-    cpu_threads,
-    open_run,
-    place,
-    refuse_changed,
-)
+from dflash.opening import OpenRun, changed_settings, open_run, refuse_changed
 from dflash.pipeline.fill import fill_features
 from dflash.pipeline.ranks import Ranks, joined
 from dflash.pipeline.run import Pipeline, capacity
 from dflash.pipeline.telemetry import bottleneck
 from dflash.pipeline.work import Plan
+from dflash.placement import place
+from dflash.probe import decide
 from dflash.result import result
 from dflash.run import Progress
+from dflash.starting import first_checkpoint, load_drafter
 from dflash.stopping import NO_LIMIT, Interrupted, Until, stop_signals
-from dflash.target import Target
 from dflash.trainer import PendingReport, Trainer
 
 log = logging.getLogger(__name__)
@@ -111,7 +105,7 @@ class _Run:
         devices = place(opened.config.target, ranks)
         devices.enter()
         log.info("loading the target %s", opened.config.target.model)
-        self.targets = [opened.load_target(device) for device in devices.targets]
+        self.targets = [opened.load_target(devices.targets[0])]
         if resumed is None and ranks.leads:
             first_checkpoint(opened, self.targets[0], threads)
         ranks.wait()
@@ -121,12 +115,17 @@ class _Run:
         self.trainer = Trainer(drafter, *ends, self.training, ranks, self._stop_asked)
         self.trainer.load_optimizer_tensors(start.optimizer())
         self.state = start.state
+        devices, facts = decide(devices, self.plan, self.targets[0], self.trainer, start.state, ranks)
+        if ranks.leads:
+            opened.run.record("placement", **facts)
+            log.info("placement: %s", facts)
+        self.targets += [opened.load_target(replica) for replica in devices.targets[1:]]
         self.window = Window(**start.state.window)
         self.features = open_features(opened) if self.training.features == "reuse" else None
         flush = self.features.flush if self.features is not None else lambda: None
         self.writer = Writer(opened.run.checkpoints, self.training.keep, flush)
         item_bytes = self.plan.buffer_tokens * opened.feature_width * 2
-        ahead = capacity(item_bytes, _room_bytes(devices.drafter))
+        ahead = capacity(item_bytes, free_bytes(devices.drafter) // 4)
         log.info("at most %d micro-batches wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
         self.pipeline = Pipeline(
             self.plan, self.trainer, self.targets, self.features, threads=threads, ahead=ahead, last_resort=last_resort
@@ -144,6 +143,7 @@ class _Run:
         end = min(epochs, epochs if self.until.epoch is None else self.until.epoch)
         if self.ranks.leads:
             run.rewind_metrics(start.epoch, start.step)
+            self.curves = Curves(run.path / "tensorboard", start.steps_total)
             run.record("start", epoch=start.epoch, step=start.step, threads=start.threads, processes=self.ranks.size)
         if self.features is not None:
             fill_features(self.features, self.plan, self.targets[0], start, run)
@@ -206,6 +206,7 @@ class _Run:
         name = checkpoint.name_of(self.state)
         if self.ranks.leads:
             self.opened.run.record("tau", checkpoint=name, value=tau.value, se=tau.standard_error)
+            self.curves.add(self.state.steps_total, {"tau": tau.value})
         if math.isfinite(tau.value) and (self.state.best is None or tau.value >= self.state.best["tau"]):
             self.state = replace(self.state, best={"tau": tau.value, "checkpoint": name})
 
@@ -258,7 +259,8 @@ class _Run:
         sentence = bottleneck(stages, shared=self.pipeline.shares_cores, reuse=self.features is not None)
         if self.ranks.leads:
             facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
-            write_line(self.opened.run, window, report, seconds, facts)
+            line = write_line(self.opened.run, window, report, seconds, facts)
+            self.curves.add(self.state.steps_total + 1, of_line(line))
             speed = window.tokens / seconds if seconds else 0.0
             said = f"loss {report.loss:.4f}, lr {report.lr:.2e}, coverage {window.coverage or 0:.0%}"
             log.info("epoch %d step %d: %s, %.0f tokens/s; %s", report.epoch, report.step, said, speed, sentence)
@@ -281,22 +283,3 @@ class _Run:
 def _facts(report: StepReport) -> str:
     counted = int(sum(report.counted_by_slot))
     return f"{counted} supervised slots, Σ w·CE = {report.loss_sum}, gradient norm = {report.grad_norm}"
-
-
-def _room_bytes(device: torch.device) -> int:
-    """Memory for features that wait for the drafter: a quarter of what is free on its device."""
-    return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()) // 4
-
-
-def first_checkpoint(opened: OpenRun, target: Target, threads: int) -> Checkpoint:
-    """The checkpoint before the first step: the drafter as it starts, an optimizer that has seen nothing."""
-    drafter = new_drafter(opened.shape, opened.config.drafter, target, opened.config.training.seed)
-    state = State(epoch=0, step=0, steps_total=0, settings=opened.settings(), threads=threads)
-    return checkpoint.save(opened.run.checkpoints, state, dict(drafter.state_dict()), {})
-
-
-def load_drafter(shape: DrafterShape, start: Checkpoint) -> Drafter:
-    """A checkpoint's drafter, float32, on the CPU."""
-    drafter = Drafter(shape).float()
-    drafter.load_state_dict(start.drafter())
-    return drafter

@@ -6,8 +6,8 @@ one item ahead of its device.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -79,14 +79,16 @@ class Lane:
     """The way of a micro-batch from the host over one target to the drafter's device.
 
     On CUDA: ids go in on one stream, the target computes on a second, features leave on a third of each device. Each
-    waits for the one before it by an event on the device; the host waits for the copy of the ids alone.
+    waits for the one before it by an event on the device; the host waits for the copy of the ids alone. A target over
+    several devices takes ids on the first and gives features on the last; what travels between them waits for the
+    streams of both. While one works on a micro-batch, those before it begin the next.
     """
 
-    def __init__(self, target: torch.device, drafter: torch.device) -> None:
-        self._target, self._drafter = target, drafter
-        if target.type == "cuda":
-            self._in, self._compute, self._send = (_stream(target) for _ in range(3))
-            self._receive = _stream(drafter)
+    def __init__(self, target: Sequence[torch.device], drafter: torch.device) -> None:
+        self._target, self._drafter = target[0], drafter
+        if self._target.type == "cuda":
+            self._in, self._send, self._receive = _stream(target[0]), _stream(target[-1]), _stream(drafter)
+            self._compute = [_stream(device) for device in target]
 
     def carry(
         self, batch: TrainBatch, features: Callable[[Tensor], Tensor], watch: Stopwatch, release: Callable[[], object]
@@ -101,9 +103,11 @@ class Lane:
         with torch.cuda.stream(self._in):
             ids = batch.ids.to(self._target, non_blocking=True)
             copied.record()
-        with torch.cuda.stream(self._compute):
-            copied.wait()
-            ids.record_stream(self._compute)
+        copied.wait(self._compute[0])
+        ids.record_stream(self._compute[0])
+        with ExitStack() as streams:
+            for stream in self._compute:  # the last device's is then the current one: it is timed, and waited for
+                streams.enter_context(torch.cuda.stream(stream))
             with watch.measured():
                 values = features(ids)
             computed.record()

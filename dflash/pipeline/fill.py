@@ -26,6 +26,6 @@ def fill_features(features: FeatureStore, plan: Plan, target: HasFeatures, start
     buffers = Buffers(plan.buffer_tokens)
     for position, row_ids in lacking:
         batch = plan.make_batch(position, row_ids, buffers)
-        batch_features(target, features, batch, batch.ids.to(target.device))
+        batch_features(target, features, batch, batch.ids.to(target.devices[0]))
         progress.advance()
     features.flush()

@@ -65,7 +65,7 @@ class Pipeline:
     @property
     def shares_cores(self) -> bool:
         """Whether target and drafter run on the same CPU cores, and so take turns."""
-        return self._trainer.device.type == "cpu" and any(t.device.type == "cpu" for t in self._targets)
+        return self._trainer.device.type == "cpu" and any(t.devices[0].type == "cpu" for t in self._targets)
 
     def stages(self) -> dict[str, dict[str, float]]:
         """Shares of time by stage so far."""
@@ -80,7 +80,7 @@ class Pipeline:
 
         Raises what a stage raised: errors of this project as they are, others as StageFailed with their cause.
         """
-        stop, clocks, device = self._stop, self._clocks, self._targets[0].device
+        stop, clocks, device = self._stop, self._clocks, self._targets[0].devices[0]
         leased = [new_buffers(self._plan.buffer_tokens, device) for _ in range(self._leases)]
         for buffers in leased:
             self._free.put(buffers)
@@ -92,7 +92,7 @@ class Pipeline:
             self._to_target.close()
 
         def worker(target: HasFeatures, clock: Clock) -> None:
-            lane = Lane(target.device, self._trainer.device)
+            lane = Lane(target.devices, self._trainer.device)
             run_target(target, self._features, lane, self.turn, self._to_target, self._free, self._to_train, clock)
 
         threads = [self._thread("read", reader)]

@@ -20,10 +20,10 @@ from dflash.trainer import PendingReport
 
 
 class HasFeatures(Protocol):
-    """What the target stage needs of a target."""
+    """What the target stage needs of a target: its first device takes the ids, its last gives the features."""
 
     @property
-    def device(self) -> torch.device: ...
+    def devices(self) -> tuple[torch.device, ...]: ...
 
     def features(self, ids: Tensor) -> Tensor: ...
 
@@ -81,7 +81,7 @@ def run_target(
     clock: Clock,
 ) -> None:
     """Take micro-batches as they come, put their features under their index; returns by raising Closed."""
-    watch = Stopwatch(target.device)
+    watch = Stopwatch(target.devices[-1])
     while True:
         leased, starved = source.take()
         clock.begin()

@@ -42,7 +42,7 @@ def new_plan(tokens: Path, rank: int = 0, ranks: int = 1, **training: Any) -> Pl
 class FakeTarget:
     """Features are the ids, after a wait; checks that nobody writes to its leased ids meanwhile."""
 
-    device = CPU
+    devices = (CPU,)
 
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
         self.wait = wait
@@ -146,7 +146,7 @@ def test_leased_memory_goes_back_after_its_last_reader(tokens: Path) -> None:
         calls.append("read")
         return ids[..., None].float()
 
-    item = Lane(CPU, CPU).carry(batch, features, Stopwatch(CPU), lambda: calls.append("released"))
+    item = Lane((CPU,), CPU).carry(batch, features, Stopwatch(CPU), lambda: calls.append("released"))
     assert calls == ["read", "released"]
     assert not item.batch.ids.numel(), "nobody behind the target can read it"
 
