@@ -1,12 +1,14 @@
 """Flows on a server: what a rerun repeats, what a retry repeats, and what is refused. The stages are stand-ins."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
+from prefect.states import AwaitingRetry, Scheduled
 
 from cache.errors import BadSource
 from cache.store import TokenCache
@@ -250,9 +252,19 @@ def test_flow_run_tried_again_keeps_its_limits(
 
 
 def _schedule_again(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    from prefect.states import AwaitingRetry
-
     client.set_flow_run_state(flow_run.id, AwaitingRetry(), force=True)
+
+
+def test_window_runs_from_the_scheduled_start(home: Path, tree: dict[str, Any]) -> None:
+    from prefect.flow_engine import run_flow
+
+    scheduled = datetime.now(UTC) - timedelta(hours=1)
+    arguments = check_parameters(train.fn, tree | {"training": NIGHT | {"stop_after_s": 7200}})
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(train, parameters=arguments, state=Scheduled(scheduled_time=scheduled))
+    run_flow(train, flow_run, parameters=arguments)
+    until = float(attempts(home)[0].split()[-1])
+    assert until == pytest.approx(scheduled.timestamp() + 7200, abs=0.01)
 
 
 def test_run_that_starts_after_its_window_trains_nothing_and_says_so(
@@ -274,3 +286,17 @@ def test_flow_run_is_named_by_what_it_does_and_ends_with_what_it_did(tree: dict[
     assert state is not None
     assert state.is_completed()
     assert state.message == "2/3 epochs, 20 steps, loss 3.000"
+
+
+def test_plan_that_is_done_is_completed_with_nothing_left(tree: dict[str, Any]) -> None:
+    run(train, tree)
+    state = train(**check_parameters(train.fn, tree), return_state=True)
+    assert state.is_completed()
+    assert state.message == "2/2 epochs, 20 steps, loss 3.000, nothing left"
+
+
+def test_retries_sit_on_the_task_and_not_on_the_flow() -> None:
+    assert (train.retries, full.retries) == (0, 0), "a flow retried in its own process keeps what the attempt held"
+    assert train_drafter.retries == 3
+    assert train_drafter.retry_delay_seconds == [10, 20, 40]
+    assert train_drafter.retry_jitter_factor == 0.5

@@ -50,6 +50,18 @@ def test_entry_is_complete(entry: dict[str, Any]) -> None:
         assert "active" not in schedule
 
 
+@pytest.mark.parametrize("name", ["demo", "train", "nightly-epoch", "regenerate"])
+def test_what_writes_a_directory_runs_once_at_a_time(name: str) -> None:
+    assert ENTRIES[NAMES.index(name)]["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+
+
+def test_night_is_one_epoch_in_a_window() -> None:
+    nightly = ENTRIES[NAMES.index("nightly-epoch")]
+    assert nightly["schedules"][0]["cron"] == "0 22 * * *"
+    assert nightly["parameters"]["training"]["epochs_per_run"] == 1
+    assert nightly["parameters"]["training"]["stop_after_s"] == 8 * 3600
+
+
 def test_deployments_write_the_directory_themselves() -> None:
     assert "pull" not in yaml.safe_load((ROOT / "prefect.yaml").read_text())
 
