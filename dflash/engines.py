@@ -19,38 +19,37 @@ from transformers import GenerationConfig as HubGenerationConfig
 
 from dflash.config import GenerationConfig, TargetConfig
 from dflash.dialogue import Dialogue, Reply, Request
-from dflash.errors import ConfigMismatch
+from dflash.placement import Replica, replicas, visible
 from dflash.sampling import Sampling
+from dflash.sharding import device_map
 
 WINDOW = 2048  # rows that are sorted by length before they are cut into batches
 
 
-def devices(target: TargetConfig) -> list[torch.device]:
-    """The named devices, or all GPUs, or the CPU. Raises ConfigMismatch for one that is not there."""
-    count = torch.cuda.device_count()
+def devices(target: TargetConfig) -> list[Replica]:
+    """The named devices of each replica, or all GPUs, or the CPU. Raises ConfigMismatch for one that is not there."""
     if target.devices == "auto":
-        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
-    found = [torch.device(name) for name in target.devices]
-    for device in found:
-        if device.type == "cuda" and (device.index or 0) >= count:
-            raise ConfigMismatch(f"target.devices: {device} is not there; this machine has {count} GPUs.")
-    return found
+        return [(device,) for device in visible()]
+    return replicas(target.devices)
 
 
 class Transformers:
-    """A worker: answers a batch on one device. `stopping` ends a batch early, whose answers are then worth nothing."""
+    """A worker: answers a batch on the devices of one replica.
+
+    `stopping` ends a batch early, whose answers are then worth nothing.
+    """
 
     def __init__(
         self,
         target: TargetConfig,
         generation: GenerationConfig,
         stop_ids: Sequence[int],
-        device: torch.device,
+        replica: Replica,
         longest: int,
         stopping: threading.Event,
     ) -> None:
         self._longest = longest
-        self._device, self._generation, self._stop_ids = device, generation, list(stop_ids)
+        self._device, self._generation, self._stop_ids = replica[0], generation, list(stop_ids)
         self._stopping = _Stopping(stopping)
         model = AutoModelForCausalLM.from_pretrained(
             target.model,
@@ -58,8 +57,9 @@ class Transformers:
             dtype=getattr(torch, target.dtype),
             trust_remote_code=target.trust_remote_code,
             attn_implementation="sdpa",
+            device_map=device_map(target, replica) if len(replica) > 1 else None,
         )
-        self._model = model.to(device).eval()
+        self._model = (model if len(replica) > 1 else model.to(replica[0])).eval()
         # A model may come with sampling settings of its own, which would fill in whatever ours leave open.
         self._model.generation_config = HubGenerationConfig()
 

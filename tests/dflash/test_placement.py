@@ -16,7 +16,7 @@ from dflash.errors import ConfigMismatch
 from dflash.pipeline.ranks import Ranks
 from dflash.placement import best_processes, place, replicas, split
 from dflash.sharding import balanced, device_map
-from dflash.target import Target, decoder_layers
+from dflash.target import Target, _moved, decoder_layers
 
 CPU = torch.device("cpu")
 CONFIGS = {
@@ -142,6 +142,17 @@ def test_a_target_over_several_devices_gives_the_same_features(name: str, final:
     embedding, head = several.ends(CPU)
     assert torch.equal(embedding(IDS), one.ends(CPU)[0](IDS))
     assert torch.equal(head.weight, one.ends(CPU)[1].weight)
+
+
+def test_ids_go_to_the_first_device_and_features_come_from_that_of_the_last_tap() -> None:
+    made = hf.AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    made.model.layers[3:].to("meta")  # another device than the CPU that every machine has
+    meta = torch.device("meta")
+    assert Target(made, (1, 2)).devices == (CPU,)
+    assert Target(made, (1, 3)).devices == Target(made, (1, 2), final=True).devices == (CPU, meta)
+    hooked = dispatch_model(hf.AutoModelForCausalLM.from_config(CONFIGS["llama"]), {"": CPU}, force_hooks=True)
+    moved = _moved(hooked.model.embed_tokens, meta)
+    assert (moved.weight.device, hasattr(moved, "_hf_hook")) == (meta, False)
 
 
 def test_layers_are_balanced_within_the_room_there_is() -> None:
