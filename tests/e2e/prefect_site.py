@@ -83,14 +83,13 @@ class Site:
                 process.wait()
 
     def prefect(self, *arguments: str) -> str:
+        return self.python("-m", "prefect", "--no-prompt", *arguments)
+
+    def python(self, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
-            cwd=self.project,
-            env=self.env,
-            capture_output=True,
-            text=True,
+            [sys.executable, *arguments], cwd=self.project, env=self.env, capture_output=True, text=True
         )
-        assert done.returncode == 0, f"prefect {' '.join(arguments)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stdout
 
     def run_deployment(self, name: str, parameters: dict[str, Any] | None = None) -> str:

@@ -1,19 +1,21 @@
 """With a real server, worker and deployments: who may die in mid-training, and what the next run does about it.
 
-    make test-e2e        # about four minutes
+    make test-e2e        # about five minutes
 
-One site serves all tests; they run in the order in which they stand.
+One site serves all tests; they run in the order in which they stand. A silent run is marked Crashed 150 s after its
+last heartbeat, and the other tests run meanwhile.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prefect_site import Site, wait_for
+from prefect_site import ROOT, Site, wait_for
 from safetensors.numpy import load_file
-from tiny_run import EPOCHS, tiny_tree
+from tiny_run import EPOCHS, TRAINING, tiny_tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -26,21 +28,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     def changes(deployments: dict[str, Any]) -> None:
         deployments["train"]["parameters"] = tree
         nightly = deployments["nightly-epoch"]
-        nightly["parameters"] = tree | {"name": "nightly", "training": tree["training"] | {"epochs_per_run": 1}}
-        nightly["schedules"] = [{"interval": 20, "slug": "nightly", "active": False}]
+        nightly["parameters"] = tree | {"name": "nightly", "training": TRAINING | {"epochs_per_run": 1}}
+        nightly["schedules"] = [{"interval": 20, "slug": "nightly"}]
 
     site = Site(directory, changes)
     try:
         site.start_server()
+        site.python(str(ROOT / "scripts/setup_automations.py"))
         site.deploy()
+        site.prefect("deployment", "schedule", "pause", "train/nightly-epoch", schedule(site)["id"])
         site.start_worker()
         yield site
     finally:
         site.close()
-
-
-def with_name(site: Site, name: str) -> dict[str, Any]:
-    return {"name": name}
 
 
 def checkpoints(site: Site, name: str) -> list[str]:
@@ -72,42 +72,80 @@ def assert_same_weights(site: Site, name: str) -> None:
     assert [key for key, value in expected.items() if (found[key] != value).any()] == []
 
 
+def test_schedule_paused_by_hand_stays_paused_when_deployed_again(site: Site) -> None:
+    site.prefect("deploy", "--all")
+    assert schedule(site)["active"] is False
+
+
 def test_deployed_run_trains_to_the_end(site: Site) -> None:
-    run = site.run_deployment("train/train")
+    said = site.prefect("deployment", "run", "train/train", "--param", 'name="whole"')
+    found = re.search(r"UUID: (\S+)", said)
+    assert found, said
+    run = found[1]
     site.wait_for_state(run, "Completed")
     flow_run = site.call("GET", f"/flow_runs/{run}")
     assert flow_run["name"] == f"train whole epoch 1/{EPOCHS}"
     assert flow_run["state"]["message"].startswith(f"{EPOCHS}/{EPOCHS} epochs")
 
 
+@pytest.fixture(scope="module")
+def silent_run(site: Site) -> str:
+    """A night's run in which flow and worker were killed after two epochs: nobody is left to say so."""
+    run = site.run_deployment("train/nightly-epoch", {"training": TRAINING | {"epochs_per_run": EPOCHS}})
+    wait_until_training(site, "nightly", beyond="epoch-002-step-000000")
+    assert site.worker is not None
+    site.worker.kill()
+    for process in site.flow_processes():
+        process.kill()
+    site.worker.wait()
+    return run
+
+
+def test_worker_and_flow_killed_leave_no_process_and_a_run_that_looks_alive(site: Site, silent_run: str) -> None:
+    wait_for("the training process to die with its flow", lambda: not site.training_processes(), timeout_s=5)
+    assert site.state(silent_run) == "Running"
+    site.start_worker()
+
+
+def test_cancel_stops_all_processes_of_a_run_and_is_cancelled(site: Site) -> None:
+    long = TRAINING | {"epochs": 100, "processes": 2, "batches_per_step": 2}
+    run = site.run_deployment("train/train", {"name": "two", "training": long})
+    wait_until_training(site, "two")
+    assert len(site.training_processes()) == 3, "torchrun and its two"
+    site.prefect("flow-run", "cancel", run)
+    site.wait_for_state(run, "Cancelled", timeout_s=60)
+    assert trained(site, "two")["checkpoint"].endswith(checkpoints(site, "two")[-1])
+    assert site.training_processes() == []
+
+
 def test_cancel_finishes_the_step_writes_a_checkpoint_and_is_cancelled(site: Site) -> None:
-    run = site.run_deployment("train/train", with_name(site, "cancelled"))
+    run = site.run_deployment("train/train", {"name": "cancelled"})
     wait_until_training(site, "cancelled")
     site.prefect("flow-run", "cancel", run)
     site.wait_for_state(run, "Cancelled", timeout_s=60)
     assert not trained(site, "cancelled")["finished"]
     assert trained(site, "cancelled")["checkpoint"].endswith(checkpoints(site, "cancelled")[-1])
     assert site.training_processes() == []
-    again = site.run_deployment("train/train", with_name(site, "cancelled"))
+    again = site.run_deployment("train/train", {"name": "cancelled"})
     site.wait_for_state(again, "Completed")
     assert_same_weights(site, "cancelled")
 
 
 def test_flow_killed_is_crashed_at_once_and_the_next_run_goes_on(site: Site) -> None:
-    run = site.run_deployment("train/train", with_name(site, "flow-killed"))
+    run = site.run_deployment("train/train", {"name": "flow-killed"})
     wait_until_training(site, "flow-killed")
     for process in site.flow_processes():
         process.kill()
     wait_for("the training process to die with its flow", lambda: not site.training_processes(), timeout_s=5)
     site.wait_for_state(run, "Crashed", timeout_s=60)
-    again = site.run_deployment("train/train", with_name(site, "flow-killed"))
+    again = site.run_deployment("train/train", {"name": "flow-killed"})
     site.wait_for_state(again, "Completed")
     assert trained(site, "flow-killed")["resumed_from"] is not None
     assert_same_weights(site, "flow-killed")
 
 
 def test_server_restarted_does_not_end_the_run(site: Site) -> None:
-    run = site.run_deployment("train/train", with_name(site, "server-restarted"))
+    run = site.run_deployment("train/train", {"name": "server-restarted"})
     wait_until_training(site, "server-restarted")
     site.stop_server()
     site.start_server()
@@ -116,7 +154,7 @@ def test_server_restarted_does_not_end_the_run(site: Site) -> None:
 
 
 def test_worker_killed_does_not_end_the_run(site: Site) -> None:
-    run = site.run_deployment("train/train", with_name(site, "worker-killed"))
+    run = site.run_deployment("train/train", {"name": "worker-killed"})
     wait_until_training(site, "worker-killed")
     assert site.worker is not None
     site.worker.kill()
@@ -125,27 +163,23 @@ def test_worker_killed_does_not_end_the_run(site: Site) -> None:
     assert_same_weights(site, "worker-killed")
 
 
-def test_worker_and_flow_killed_then_the_schedule_finishes_what_is_left(site: Site) -> None:
+def test_silent_run_is_crashed_which_frees_its_slot_and_the_schedule_finishes_what_is_left(
+    site: Site, silent_run: str
+) -> None:
     site.start_worker()
-    site.run_deployment("train/train", with_name(site, "nightly"))
-    wait_until_training(site, "nightly", beyond="epoch-001-step-000000")
-    assert site.worker is not None
-    site.worker.kill()
-    for process in site.flow_processes():
-        process.kill()
-    site.worker.wait()
-    wait_for("the training process to die with its flow", lambda: not site.training_processes(), timeout_s=5)
-
-    site.start_worker()
-    site.prefect("deployment", "schedule", "resume", "train/nightly-epoch", schedule_id(site))
+    site.wait_for_state(silent_run, "Crashed", timeout_s=200)
+    assert "No heartbeat for 150 s" in site.call("GET", f"/flow_runs/{silent_run}")["state"]["message"]
+    site.prefect("deployment", "schedule", "resume", "train/nightly-epoch", schedule(site)["id"])
     wait_for("the schedule to finish the plan", lambda: trained(site, "nightly")["finished"], timeout_s=400)
-    site.prefect("deployment", "schedule", "pause", "train/nightly-epoch", schedule_id(site))
+    site.prefect("deployment", "schedule", "pause", "train/nightly-epoch", schedule(site)["id"])
     assert_same_weights(site, "nightly")
 
 
-def schedule_id(site: Site) -> str:
+def schedule(site: Site) -> dict[str, Any]:
     deployment = site.call("GET", "/deployments/name/train/nightly-epoch")
-    return str(deployment["schedules"][0]["id"])
+    only: dict[str, Any]
+    (only,) = deployment["schedules"]
+    return only
 
 
 def test_rows_were_prepared_once_in_all(site: Site) -> None:

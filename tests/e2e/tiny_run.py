@@ -8,6 +8,14 @@ from typing import Any
 
 VOCABULARY = 61
 EPOCHS = 4
+TRAINING: dict[str, Any] = {
+    "epochs": EPOCHS,
+    "tokens_per_batch": 64,
+    "anchors": 8,
+    "lr": 0.005,
+    "checkpoint_every_steps": 20,
+    "log_every_steps": 20,
+}
 
 
 def tiny_tree(directory: Path) -> dict[str, Any]:
@@ -17,14 +25,7 @@ def tiny_tree(directory: Path) -> dict[str, Any]:
         "rows": {"source": str(make_rows(directory / "rows.jsonl")), "held_out": 0.1},
         "target": {"model": str(make_target(directory / "target")), "dtype": "float32"},
         "drafter": {"layers": 1, "block_size": 4, "taps": [1, 3], "mask_token_id": VOCABULARY - 1},
-        "training": {
-            "epochs": EPOCHS,
-            "tokens_per_batch": 64,
-            "anchors": 8,
-            "lr": 0.005,
-            "checkpoint_every_steps": 20,
-            "log_every_steps": 20,
-        },
+        "training": TRAINING,
         "evaluation": {"prompts": 2, "max_new_tokens": 8},
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from tiny_run import tiny_tree
+from tiny_run import TRAINING, tiny_tree
 
 from cache.writer import build
 from dflash.errors import ConfigMismatch
@@ -31,7 +31,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Parameters whose epoch has a few steps, of rows that are prepared already."""
     directory = tmp_path_factory.mktemp("processes")
     tree = tiny_tree(directory) | {"home": str(directory / "home")}
-    tree["training"] |= {"epochs": 1, "tokens_per_batch": 512, "log_every_steps": 1}
+    tree["training"] = TRAINING | {"epochs": 1, "tokens_per_batch": 512, "log_every_steps": 1}
     return tree
 
 
