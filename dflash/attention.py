@@ -3,7 +3,8 @@
 A block needs S + K columns, never S + A·K, and of the context only what lies before its anchor. So anchors, ascending,
 are taken in groups of a few: one softmax a group, over the context up to its last anchor and the group's own blocks.
 Nothing but the inputs is kept for the backward pass, which makes the softmax again. On CUDA the same mask goes to flex
-attention, which skips what no slot of a tile sees.
+attention, which skips what no slot of a tile sees. One block a row, as in decoding, needs no such thing: there the
+whole mask has S + K columns, and nothing has to be compiled.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -37,11 +39,13 @@ class AttentionPlan:
     """Who sees what in one micro-batch: made once, used by every layer."""
 
     groups: tuple[tuple[Group, ...], ...]  # by row; on CUDA empty
-    block_mask: Any  # on CUDA flex attention's
+    mask: Any  # on CUDA flex attention's, or a tensor of the columns that are seen
 
 
 def attention_plan(anchor: Int[Tensor, "B A"], context: int, block_size: int) -> AttentionPlan:
     """The plan for blocks of `block_size` slots at ascending anchors, over a context of `context` positions."""
+    if anchor.is_cuda and anchor.shape[1] == 1:
+        return one_block_plan(anchor, context, block_size)
     if anchor.is_cuda:
         rule, shape = flex_mask(anchor, context, block_size)
         return AttentionPlan((), _compiled(create_block_mask)(rule, **shape))
@@ -53,6 +57,12 @@ def attention_plan(anchor: Int[Tensor, "B A"], context: int, block_size: int) ->
         pieces = [(start, positions[start : start + step]) for start in range(0, len(positions), step)]
         rows.append(tuple(_group(start, piece, block_size) for start, piece in pieces))
     return AttentionPlan(tuple(rows), None)
+
+
+def one_block_plan(anchor: Int[Tensor, "B 1"], context: int, block_size: int) -> AttentionPlan:
+    """The plan for one block a row: all of its slots see the same columns."""
+    seen = torch.stack([visible(row, context, block_size)[:1] for row in anchor])
+    return AttentionPlan((), seen[:, None])
 
 
 def block_attention(
@@ -72,9 +82,11 @@ def block_attention(
     query, context_key, context_value, block_key, block_value = (
         t.to(dtype) for t in (query, context_key, context_value, block_key, block_value)
     )
-    if plan.block_mask is not None:
-        attend = partial(_compiled(flex_attention), block_mask=plan.block_mask)
-        return flex_block_attention(query, context_key, context_value, block_key, block_value, attend)
+    if plan.mask is not None:
+        attend = partial(_compiled(flex_attention), block_mask=plan.mask)
+        if isinstance(plan.mask, Tensor):
+            attend = partial(F.scaled_dot_product_attention, attn_mask=plan.mask)
+        return masked_block_attention(query, context_key, context_value, block_key, block_value, attend)
     out: Tensor = _Grouped.apply(query, context_key, context_value, block_key, block_value, plan)  # type: ignore[no-untyped-call]
     return out
 
@@ -101,7 +113,7 @@ def flex_mask(
     return rule, shape
 
 
-def flex_block_attention(
+def masked_block_attention(
     query: Tensor,
     context_key: Tensor,
     context_value: Tensor,
@@ -109,7 +121,7 @@ def flex_block_attention(
     block_value: Tensor,
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    """`block_attention` by `attend`, flex attention with the block mask of `flex_mask`."""
+    """`block_attention` by `attend`: flex attention with the block mask of `flex_mask`, or SDPA with a whole mask."""
     key = torch.cat([context_key, block_key.flatten(1, 2)], dim=1).transpose(1, 2)
     value = torch.cat([context_value, block_value.flatten(1, 2)], dim=1).transpose(1, 2)
     slots = query.flatten(1, 2).transpose(1, 2)

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import dflash.attention
-from dflash.attention import attention_plan, block_attention, flex_block_attention, flex_mask, visible
+from dflash.attention import (
+    attention_plan,
+    block_attention,
+    flex_mask,
+    masked_block_attention,
+    one_block_plan,
+    visible,
+)
 
 
 @st.composite
@@ -90,8 +97,18 @@ def test_flex_attention_equals_loops() -> None:
     anchor = torch.tensor([[0, 4, 9], [1, 1, 7]])
     rule, shape = flex_mask(anchor, 9, 4)
     block_mask = create_block_mask(rule, **shape)
-    out = flex_block_attention(*tensors, partial(flex_attention, block_mask=block_mask))
+    out = masked_block_attention(*tensors, partial(flex_attention, block_mask=block_mask))
     torch.testing.assert_close(out, reference.attention(*tensors, anchor), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems())
+def test_one_block_a_row_equals_loops(problem: tuple[list[Tensor], Tensor]) -> None:
+    (query, key, value, block_key, block_value), anchor = problem
+    tensors = [query[:, :1], key, value, block_key[:, :1], block_value[:, :1]]
+    plan = one_block_plan(anchor[:, :1], key.shape[1], query.shape[2])
+    expected = reference.attention(*tensors, anchor[:, :1])
+    torch.testing.assert_close(block_attention(*tensors, plan), expected, rtol=0, atol=1e-12)
 
 
 def test_anchors_must_ascend() -> None:
