@@ -55,6 +55,13 @@ class ContextState:
     value: Float[Tensor, "B S G D"]
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in its weight's dtype: for a bfloat16 input under autocast torch has no fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Attention of a block over the context's features and itself."""
 
@@ -66,8 +73,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, shape.num_key_value_heads * head, bias=False)
         self.v_proj = nn.Linear(hidden, shape.num_key_value_heads * head, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * head, hidden, bias=False)
-        self.q_norm = nn.RMSNorm(head, eps=shape.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head, eps=shape.rms_norm_eps)
+        self.q_norm = Norm(head, eps=shape.rms_norm_eps)
+        self.k_norm = Norm(head, eps=shape.rms_norm_eps)
 
     def keys(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of `hidden [..., H]`, each `[..., G, D]`."""
@@ -101,9 +108,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
     def forward(self, block: Tensor, context: ContextState, plan: AttentionPlan, angles: Tensor) -> Tensor:
@@ -120,9 +127,9 @@ class Drafter(nn.Module):
         self.shape = shape
         self.rope = Rope(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         self.fc = nn.Linear(len(shape.taps) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
 
     def context(self, features: Float[Tensor, "B S N*H"], start: Int[Tensor, " B"] | None = None) -> list[ContextState]:
         """Keys and values of every layer for features at positions start, start+1, … of each row; None: from 0 on."""

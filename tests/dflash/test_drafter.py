@@ -200,6 +200,19 @@ def test_context_in_pieces_is_the_context(drafter: Drafter) -> None:
         torch.testing.assert_close(torch.cat([first.value, second.value], dim=1), state.value, rtol=0, atol=1e-12)
 
 
+def test_norms_under_autocast_are_fused_and_in_float32(drafter: Drafter, recwarn: pytest.WarningsRecorder) -> None:
+    single = Drafter(SHAPE)
+    single.load_state_dict(drafter.state_dict())
+    features, embedded, anchor = inputs(2)
+    exact = single(features, embedded.float(), anchor)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = single(features, embedded.float(), anchor)
+    assert rounded.dtype == torch.float32
+    # Products are rounded to 8 bits, over two layers and a norm.
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
+    assert not [warning for warning in recwarn if "fused" in str(warning.message)]
+
+
 def test_names_are_those_of_the_public_checkpoints(drafter: Drafter) -> None:
     names = {name for name in drafter.state_dict() if not name.startswith("layers.1.")}
     attention = {f"layers.0.self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
