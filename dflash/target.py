@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ class Target:
         self.taps = taps
         self.final = final
         self._seen = _Taps({}, stop=False)
+        # The library's name since 5.24; code that comes with a hub model may have the older one.
+        self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         layers = decoder_layers(model)
         for tap in taps:
             layers[tap].register_forward_hook(self._hook(tap))
@@ -181,7 +184,7 @@ class Target:
         """
         self._seen = _Taps({}, stop=False)
         with torch.no_grad():
-            logits = self.model(input_ids=ids.long(), past_key_values=cache, use_cache=True, **inputs).logits
+            logits = self.model(input_ids=ids.long(), use_cache=True, **{self._cache_name: cache}, **inputs).logits
         return logits, self._collect()
 
     def ends(self, device: torch.device) -> tuple[nn.Module, Head]:
