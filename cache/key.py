@@ -76,24 +76,24 @@ def content_key(
     return ContentKey(xxhash.xxh3_128_hexdigest(canonical(parts)), parts)
 
 
-def hash_slice(parts: dict[str, str], layout: Layout, rows: RowsConfig, content: str) -> str:
-    """The key of a slice of conversations: all that decides its tokens and masks, `parts` being the content key's.
+def hash_recipe(parts: dict[str, str], layout: Layout, rows: RowsConfig) -> str:
+    """All that decides which tokens and masks conversations become, `parts` being those of a content key.
 
     Lengths, the split, the vocabulary and `max_dropped` come later and are not in it.
     """
-    same = ("tokenizer", "probe", "template", "template_arguments")
-    return xxhash.xxh3_128_hexdigest(
-        canonical(
-            {
-                **{name: parts[name] for name in same},
-                "columns": asdict(layout),
-                "groups": None if rows.groups is None else sorted(rows.groups),
-                "supervise": rows.supervise,
-                "code": hash_code(Path(__file__).parent, frozenset(AFTER_TOKENS)),
-                "content": content,
-            }
-        )
-    )
+    recipe = {
+        **{name: parts[name] for name in ("tokenizer", "probe", "template", "template_arguments")},
+        "columns": asdict(layout),
+        "groups": None if rows.groups is None else sorted(rows.groups),
+        "supervise": rows.supervise,
+        "code": tokenising_code(),
+    }
+    return xxhash.xxh3_128_hexdigest(canonical(recipe))
+
+
+def tokenising_code() -> str:
+    """Hash of the modules that make tokens of conversations."""
+    return hash_code(Path(__file__).parent, frozenset(AFTER_TOKENS))
 
 
 def sidecar_of(home: Path) -> Path:

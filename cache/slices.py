@@ -14,14 +14,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from cache.columns import Layout
 from cache.config import RowsConfig
 from cache.convert import StoredPiece
 from cache.cuts import Cut, cuts_of_part, cuts_of_table
-from cache.errors import BadSource, CacheCorrupt
+from cache.errors import BadSource, CacheCorrupt, CacheMismatch
 from cache.files import Part
 from cache.fingerprint import State, hash_file, state_of
-from cache.key import hash_slice, sidecar_of
+from cache.key import hash_recipe, sidecar_of, tokenising_code
 from cache.lists import Place
 from cache.pieces import Piece, read_pieces, write_pieces
 from cache.reading import Chunk, InMemory, part_chunks, table_chunks
@@ -60,6 +62,8 @@ class Plan:
     rows: RowsConfig
     tokenizer: Path | None
     directory: Path
+    recipe: str  # hash of all that decides the tokens, but for the rows
+    code: str  # hash of the modules that make them: a worker that runs others must not
 
     def path(self, one: Slice) -> Path:
         return self.directory / f"{one.key}.arrow"
@@ -76,8 +80,11 @@ def plan_slices(source: Source, rows: RowsConfig, tokenizer: Path | None, parts:
         cuts = list(cuts_of_table(source.table, source.layout, parts["source"]))
     else:
         cuts = [c for part in source.parts for c in cuts_of_part(part, source.layout, lambda p: hash_file(p, sidecar))]
-    slices = tuple(Slice(hash_slice(parts, source.layout, rows, cut.content), cut, _states(cut.part)) for cut in cuts)
-    return Plan(slices, source.layout, rows, tokenizer, home / "tokens" / ".slices")
+    recipe = hash_recipe(parts, source.layout, rows)
+    slices = tuple(
+        Slice(xxhash.xxh3_128_hexdigest(f"{recipe}:{cut.content}".encode()), cut, _states(cut.part)) for cut in cuts
+    )
+    return Plan(slices, source.layout, rows, tokenizer, home / "tokens" / ".slices", recipe, tokenising_code())
 
 
 class Tokeniser:
@@ -123,8 +130,15 @@ class Tokeniser:
                 path.unlink(missing_ok=True)
 
     def _make(self, one: Slice, path: Path, told: Told | None) -> None:
+        if self._plan.code != tokenising_code():
+            raise CacheMismatch(
+                f"the code in {Path(__file__).parent} is not the one that this slice was asked with. Start the Dask "
+                "workers again, from the same checkout as the flow."
+            )
         if self._chat is None:
             self._chat = load_chat(self._plan)
+        for left in path.parent.glob(f"{path.name}.tmp-*"):  # by a builder that was killed: its lock is held here
+            left.unlink(missing_ok=True)
         partial = path.with_name(f"{path.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
         try:
             write_pieces(

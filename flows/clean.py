@@ -5,7 +5,7 @@
     python -m flows clean --run old --dry-run     # also the run `old`, and what only it needed
 
 Token caches and targets that no run refers to go once they are a week old: rows may be prepared days before they are
-trained on. Runs go by name only.
+trained on. So do slices of tokenised conversations that no build has used for so long. Runs go by name only.
 """
 
 import argparse
@@ -37,8 +37,16 @@ def main(arguments: list[str]) -> int:
         console.print(f"{size_bytes(directory) / 1e9:8.2f} GB  {directory}", markup=False, soft_wrap=True)
         if not options.dry_run:
             shutil.rmtree(directory)
+    slices = unused_slices(home, options.days)
+    if slices:
+        size = sum(path.stat().st_size for path in slices)
+        console.print(f"{size / 1e9:8.2f} GB  {len(slices)} slices in {slices[0].parent}", markup=False, soft_wrap=True)
+    if not options.dry_run:
+        for path in slices:
+            path.unlink(missing_ok=True)
+            (path.parent / ".locks" / path.stem).unlink(missing_ok=True)
     verb = "would be deleted" if options.dry_run else "deleted"
-    console.print(f"{len(unneeded)} directories {verb}.")
+    console.print(f"{len(unneeded)} directories and {len(slices)} slices {verb}.")
     return 0
 
 
@@ -53,6 +61,12 @@ def unneeded_directories(home: Path, runs: frozenset[str], days: float) -> list[
     candidates = [path for place in ("tokens/[!.]*", "targets/[!.]*", *LEFT_BEHIND) for path in home.glob(place)]
     unneeded = [path for path in candidates if path.is_dir() and path not in needed and path.stat().st_mtime < before]
     return sorted([*unneeded, *(home / "runs" / name for name in runs)])
+
+
+def unused_slices(home: Path, days: float) -> list[Path]:
+    """Slices that no build has read for so long, and what killed builders left of some."""
+    before = time.time() - 86_400 * days
+    return sorted(path for path in home.glob("tokens/.slices/*.arrow*") if path.stat().st_mtime < before)
 
 
 def needed_by(run: Path, home: Path) -> list[Path]:

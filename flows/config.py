@@ -20,6 +20,14 @@ Home = Annotated[
     str | None,
     Field(description="directory of all data; null: $DFLASH_HOME, or var/ in the repository"),
 ]
+Dask = Annotated[
+    str | None,
+    Field(
+        description="where conversations are tokenised. null: in this process, on all cores; local:N: "
+        "in N processes of this machine; tcp://host:port: on the workers of that Dask scheduler, with shared storage",
+        pattern=r"^(local:[1-9]\d*|(tcp|tls)://.+)$",
+    ),
+]
 
 
 class Parameters(RunConfig):

@@ -22,7 +22,7 @@ def dry_run(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
     """Prints the plan; 0 when it fits, 1 when it does not."""
     if not {"name", "rows", "target", "training"} <= arguments.keys():
         raise BadParameter(f"{function.__name__} trains nothing, so there is nothing to try with --dry-run.")
-    parameters, tokens = prepare_run(Parameters(**arguments))
+    parameters, tokens = prepare_run(Parameters(**{name: given for name, given in arguments.items() if name != "dask"}))
     runs = resolve_home(parameters.home) / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs, prefix=".dry-run-") as directory:

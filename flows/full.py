@@ -6,7 +6,7 @@ from prefect.states import Completed
 
 from cache.config import RowsConfig
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
-from flows.config import Home, Name, Parameters
+from flows.config import Dask, Home, Name, Parameters
 from flows.evaluate import evaluate_run
 from flows.export import export_run
 from flows.naming import full_run_name
@@ -26,6 +26,7 @@ def full(
     evaluation: EvaluationConfig = EvaluationConfig(),
     export: ExportConfig = ExportConfig(),
     home: Home = None,
+    dask: Dask = None,
 ) -> "State[Tree]":
     """Prepares, trains, evaluates and exports; what is done already is not repeated.
 
@@ -38,6 +39,7 @@ def full(
         evaluation: how it is evaluated
         export: how it is exported
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+        dask: where conversations are tokenised; null means in this process
     """
     parameters, tokens = prepare_run(
         Parameters(
@@ -49,7 +51,8 @@ def full(
             evaluation=evaluation,
             export=export,
             home=home,
-        )
+        ),
+        dask,
     )
     train_run(parameters, tokens)
     evaluate_run(parameters, tokens)

@@ -41,6 +41,12 @@ def tokens_key(context: "TaskRunContext", arguments: Tree) -> str:
     return key
 
 
+def slice_key(context: "TaskRunContext", arguments: Tree) -> str:
+    """The key of the record of a slice of conversations, which is its file's name."""
+    key: str = arguments["one"].key
+    return key
+
+
 def why_not_open(directory: Path) -> str | None:
     """None when a token cache is there and opens, else the reason why a record that names it is worth nothing."""
     try:

@@ -16,52 +16,61 @@ from dflash.config import TargetConfig
 from dflash.tokenizer import tokenizer_directory
 from flows.artifacts import reporting
 from flows.child import run_stage
-from flows.config import Home, Parameters, resolve_home, resolve_rows, resolve_target
+from flows.config import Dask, Home, Parameters, resolve_home, resolve_rows, resolve_target
 from flows.errors import BadParameter
 from flows.keys import tokens_key, why_not_open
 from flows.progress import StageProgress, progress_line
 from flows.report import sample_rows, tokens_table
 from flows.run import measured, note_tokens
+from flows.tokenise import check_dask, tokenise_missing
 
 logger = logging.getLogger("flows.prepare")
 
 
 @flow(name="prepare", flow_run_name="prepare rows")
-def prepare(rows: RowsConfig, target: TargetConfig, home: Home = None) -> str:
+def prepare(rows: RowsConfig, target: TargetConfig, home: Home = None, dask: Dask = None) -> str:
     """Makes the token cache of the rows for a target, unless it is there.
 
     Args:
         rows: where the rows come from and what becomes of them
         target: the frozen model whose tokenizer is used
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+        dask: where conversations are tokenised; null means in this process
     """
     root = resolve_home(home)
-    return str(prepare_tokens(resolve_rows(rows, root), local_target(resolve_target(target, root), root), root))
+    local = local_target(resolve_target(target, root), root)
+    return str(prepare_tokens(resolve_rows(rows, root), local, root, dask=dask))
 
 
-def prepare_run(parameters: Parameters) -> tuple[Parameters, Path]:
+def prepare_run(parameters: Parameters, dask: str | None = None) -> tuple[Parameters, Path]:
     """The parameters with paths and target resolved, and the token cache of their rows."""
     parameters = parameters.resolved()
     home = resolve_home(parameters.home)
     run = parameters.run_directory
     target = local_target(parameters.target, home, run)
-    tokens = prepare_tokens(parameters.rows, target, home, run)
+    tokens = prepare_tokens(parameters.rows, target, home, run, dask=dask)
     note_tokens(run, tokens.name)
     return parameters.model_copy(update={"target": target}), tokens
 
 
-def prepare_tokens(rows: RowsConfig, target: TargetConfig, home: Path, run: Path | None = None) -> Path:
+def prepare_tokens(
+    rows: RowsConfig, target: TargetConfig, home: Path, run: Path | None = None, *, dask: str | None = None
+) -> Path:
     """The directory of the token cache. Prefect's record is an index: it counts while the directory opens."""
+    check_dask(dask)
     tokenizer = tokenizer_directory(target)
-    key = content_key(rows, tokenizer, home=home).hex
-    directory = home / "tokens" / key
+    key = content_key(rows, tokenizer, home=home)
+    directory = home / "tokens" / key.hex
     why_not = why_not_open(directory)
     if why_not is not None and directory.exists():
         logger.warning("The token cache %s does not open and is built again. %s", directory, why_not)
     recorded = build_tokens.with_options(result_storage=home / "tokens" / ".records", refresh_cache=why_not is not None)
-    build_once = build_tokens.fn if FlowRunContext.get() is None else recorded  # a dry run has no server
+    has_server = FlowRunContext.get() is not None  # a dry run has none: then `build` tokenises, too
     with measured(None if why_not is None else run, "prepare"):
-        directory = home / "tokens" / build_once(rows, home, tokenizer, key)
+        if why_not is not None and has_server:
+            tokenise_missing(rows, tokenizer, key, home, dask)
+        build_once = recorded if has_server else build_tokens.fn
+        directory = home / "tokens" / build_once(rows, home, tokenizer, key.hex)
     refuse_drops(TokenCache.open(directory).manifest, rows)  # the limit may be lower than when it was built
     logger.info("prepare: the token cache %s %s", directory, "was there" if why_not is None else "is new")
     return directory

@@ -13,7 +13,7 @@ from prefect.tasks import exponential_backoff
 from cache.config import RowsConfig
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
 from flows.artifacts import reporting
-from flows.config import Home, Name, Parameters
+from flows.config import Dask, Home, Name, Parameters
 from flows.errors import CannotFit
 from flows.keys import is_hopeless, train_fingerprint
 from flows.limits import Limits, fix_limits
@@ -36,6 +36,7 @@ def train(
     evaluation: EvaluationConfig = EvaluationConfig(),
     export: ExportConfig = ExportConfig(),
     home: Home = None,
+    dask: Dask = None,
 ) -> "State[Tree]":
     """Trains a drafter from the newest checkpoint of its run directory on, until the plan or this run's share is done.
 
@@ -48,6 +49,7 @@ def train(
         evaluation: how it will be evaluated
         export: how it will be exported
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
+        dask: where conversations are tokenised; null means in this process
     """
     parameters, tokens = prepare_run(
         Parameters(
@@ -59,7 +61,8 @@ def train(
             evaluation=evaluation,
             export=export,
             home=home,
-        )
+        ),
+        dask,
     )
     trained = train_run(parameters, tokens)
     return Completed(message=outcome(trained), data=trained)

@@ -139,9 +139,11 @@ def test_killed_in_the_middle_only_the_rest_is_tokenised(
         cached(tmp_path / "home", source)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     assert tokenised() == [4, 4, 4]
+    assert len(list((tmp_path / "home/tokens/.slices").glob("*.tmp-*"))) == 1
     cache = cached(tmp_path / "home", source)
     assert tokenised() == [4, 2]
     assert cache.source_row.tolist() == list(range(18))
+    assert list((tmp_path / "home/tokens/.slices").glob("*.tmp-*")) == []
 
 
 def test_one_more_file_and_more_lines_cost_what_is_new(tmp_path: Path, tokenised: Any) -> None:

@@ -37,7 +37,7 @@ def test_dry_run_lists_and_deletes_nothing(used: Path, capsys: pytest.CaptureFix
     before = left(used)
     assert main(["--dry-run", "--home", str(used)]) == 0
     assert left(used) == before
-    assert "2 directories would be deleted" in capsys.readouterr().out
+    assert "2 directories and 0 slices would be deleted" in capsys.readouterr().out
 
 
 def test_what_no_run_needs_goes_once_it_is_old(used: Path) -> None:
@@ -57,3 +57,18 @@ def test_unknown_run_is_refused_before_anything_is_deleted(used: Path) -> None:
     with pytest.raises(BadParameter, match="three"):
         main(["--home", str(used), "--run", "three"])
     assert left(used) == before
+
+
+def test_slices_go_once_no_build_has_used_them_for_long(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slices = used / "tokens/.slices"
+    (slices / ".locks").mkdir(parents=True)
+    for name in ("old.arrow", "new.arrow", "left.arrow.tmp-1-2"):
+        (slices / name).write_text("x")
+        (slices / ".locks" / name.split(".")[0]).touch()
+        if name != "new.arrow":
+            os.utime(slices / name, (1, 1))
+    assert main(["--dry-run", "--home", str(used)]) == 0
+    assert "2 slices would be deleted" in capsys.readouterr().out
+    assert len(list(slices.glob("*.arrow*"))) == 3
+    main(["--home", str(used)])
+    assert sorted(path.name for path in slices.rglob("*")) == [".locks", "left", "new", "new.arrow"]
