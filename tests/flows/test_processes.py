@@ -20,7 +20,7 @@ from dflash.errors import ConfigMismatch
 from flows.child import run_stage
 from flows.config import Parameters
 from flows.deployments import check_parameters
-from flows.run import write_json
+from flows.run import read_lines, write_json
 from flows.train import train
 
 TWO = {"processes": 2, "batches_per_step": 2}
@@ -53,8 +53,8 @@ def test_two_processes_of_one_flow_run_learn_what_one_learns(tree: dict[str, Any
         training = tree["training"] | shared | {"processes": processes}
         trained = train(**check_parameters(train.fn, tree | {"name": name, "training": training}))
         assert (trained["finished"], trained["steps"]) == (True, 4)
-        history = (Path(tree["home"]) / "runs" / name / "history.jsonl").read_text().splitlines()
-        assert json.loads(history[0])["processes"] == processes
+        history = read_lines(Path(tree["home"]) / "runs" / name / "history.jsonl")
+        assert [line["processes"] for line in history if line["event"] == "start"] == [processes]
     alone, two = weights(tree["home"], "alone"), weights(tree["home"], "two")
     assert max(abs(alone[key] - two[key]).max() for key in alone) <= 1e-6
 
