@@ -3,7 +3,7 @@
     python benchmarks/loss.py [--threads 2] [--rounds 5] [--slots 360]
 
 Plain: all logits at once, F.cross_entropy, backward. Goals: no slower, with at most 1.3 × the memory of one chunk: the
-logits of one tile (256 slots × 8,192 rows of the head) and the gradient of the hidden states, which every version
+logits of one tile (512 slots × 6,144 rows of the head) and the gradient of the hidden states, which every version
 makes. Last line: JSON.
 """
 

@@ -23,7 +23,7 @@ _ALPHA = 0.5
 
 # Slots and rows of the head that are multiplied at once. On a CPU the logits of a tile stay in its caches; a GPU wants
 # large products.
-_TILE = {"cpu": (256, 8192), "cuda": (2048, 32768)}
+_TILE = {"cpu": (512, 6144), "cuda": (2048, 32768)}
 
 
 @dataclass(frozen=True, slots=True)
