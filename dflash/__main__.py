@@ -31,6 +31,8 @@ def main() -> int:
     try:
         return _run(arguments)
     except Exception as error:
+        # torchrun sends it to the others of one that failed; all that is left to do here is to say why.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         traceback.print_exc()
         _leave_error(getattr(arguments, "run", None), error)
         return 2 if isinstance(error, USER_ERRORS) else 1

@@ -179,7 +179,7 @@ def _failure(stage: str, code: int, directory: Path, log: Path) -> Exception:
         error = StageError(
             f"{stage} failed with {kind}: {message}\nThe whole traceback is in {directory / 'error.json'}."
         )
-    error.add_note(str(report.get("traceback", "")))
+    error.add_note(f"{report.get('traceback', '')}\nAll that it printed is in {log}.")
     return error
 
 

@@ -56,6 +56,7 @@ class Site:
             "PREFECT_SERVER_UI_API_URL": self.url,
             "DFLASH_HOME": str(self.home),
             "PYTHONPATH": str(self.project),
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",
         }

@@ -72,7 +72,9 @@ def test_our_error_comes_back_as_its_own_type_with_the_traceback(tmp_path: Path)
     with pytest.raises(BadRow, match="row 17 of x") as caught:
         run('fail("BadRow", "cache.errors", "row 17 of x", 2)', tmp_path)
     assert str(caught.value) == "row 17 of x"
-    assert caught.value.__notes__ == ["Traceback of the child"]
+    assert caught.value.__notes__ == [
+        f"Traceback of the child\nAll that it printed is in {tmp_path / 'logs/train.log'}."
+    ]
 
 
 def test_refusal_of_another_type_is_told_from_a_failure(tmp_path: Path) -> None:
