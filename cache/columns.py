@@ -28,11 +28,12 @@ class Layout:
     group: str | None = None
     pair: tuple[str, str] | None = None  # instead of messages
     beside: tuple[str, ...] = ()
+    said: str | None = None  # beside ids: what they were made of, whose first user text draws the side of the split
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
-        named = [self.ids, self.mask, self.messages, self.group]
+        named = [self.ids, self.mask, self.messages, self.group, self.said]
         return [name for name in named if name is not None] + [*(self.pair or ()), *self.beside]
 
     @property
@@ -66,7 +67,8 @@ def resolve(names: Sequence[str], rows: RowsConfig, file: str) -> Layout:
                 f"{file}: ids in column {ids}, but no loss mask (usual names: {', '.join(USUAL['mask'])}) among "
                 f"{', '.join(names)}. Set rows.columns.mask, or rows.supervise_all=true to supervise every token."
             )
-        return Layout("tokens", ids=ids, mask=mask, group=group)
+        said = next((name for name in (messages, "prompt") if name in names), None) if rows.held_out else None
+        return Layout("tokens", ids=ids, mask=mask, group=group, said=said)
     pair = None if messages else next((pair for pair in PAIRS if pair[0] in names and pair[1] in names), None)
     if messages is not None or pair is not None:
         beside = tuple(name for name in BESIDE_MESSAGES if name in names)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+import pyarrow as pa
+from jaxtyping import Int64, UInt8, UInt64
 from numpy import ndarray
 
 from cache.columns import Layout
@@ -14,7 +15,7 @@ from cache.pieces import Piece
 from cache.ragged import Spans, last_runs, offsets_of, spans_of
 from cache.reading import Chunk
 from cache.rules import Counts, Rows, fit, usable
-from cache.split import hashes_of_ids, sides
+from cache.split import first_texts, hashes_of_ids, hashes_of_texts, sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,18 @@ class Converter:
         rows = Rows(ids, self._mask(ids, mask and mask.select(row), row, chunk), row)
         side = np.zeros(chunk.batch.num_rows, dtype=np.uint8)
         if self.policy.held_out:
-            side[row] = sides(hashes_of_ids(ids), self.policy.held_out)
+            side[row] = sides(self._hashes(ids, row, chunk), self.policy.held_out)
         kept = fit(rows, self.policy, self.counts)
         return Converted(kept, side[kept.row], group[kept.row])
+
+    def _hashes(self, ids: Spans, row: ndarray, chunk: Chunk) -> UInt64[ndarray, "R"]:
+        """Of each conversation's first user text, where the source has it beside the ids; else of the ids."""
+        hashes = hashes_of_ids(ids)
+        if self.layout.said is not None:
+            texts = first_texts(chunk.batch.column(self.layout.said).take(pa.array(row)))
+            is_told = np.array([text is not None for text in texts], dtype=bool)
+            hashes[is_told] = hashes_of_texts([text for text in texts if text is not None])
+        return hashes
 
     def _mask(self, ids: Spans, mask: Spans | None, row: ndarray, chunk: Chunk) -> Spans:
         """The rows' mask as uint8 of 0 and 1, back to back."""

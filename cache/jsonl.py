@@ -18,6 +18,7 @@ import pyarrow.json
 from cache.columns import USUAL, Layout
 from cache.errors import BadRow, BadSource
 from cache.files import COMPRESSED
+from cache.message import SHAPES
 
 BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 22  # text that is parsed at once; a longer line is its own block
@@ -127,11 +128,22 @@ def schema_of(row: dict[str, Any], layout: Layout, path: Path) -> pa.Schema:
         if name == layout.group:
             fields.append(pa.field(name, pa.string()))
             continue
-        if value is not None and not isinstance(value, list):
+        if name != layout.said and value is not None and not isinstance(value, list):
             raise BadSource(f"{path}: column {name} holds {type(value).__name__}, expected lists. Set rows.columns.")
-        is_bool = value is not None and isinstance(next(iter(value), None), bool)
-        fields.append(pa.field(name, pa.list_(pa.bool_() if is_bool else pa.int64())))
+        kind = pa.list_(pa.int64()) if value is None else type_of(value)
+        fields.append(pa.field(name, kind))
     return pa.schema(fields)
+
+
+def type_of(value: Any) -> pa.DataType:
+    """What a value of the first line says of its column: text, booleans, messages, else integers."""
+    if isinstance(value, str):
+        return pa.string()
+    first = next(iter(value), None) if isinstance(value, list) else None
+    if isinstance(first, dict):
+        shape = next((shape for shape in SHAPES if all(isinstance(first.get(key), str) for key in shape)), ())
+        return pa.list_(pa.struct([(key, pa.string()) for key in shape]))
+    return pa.list_(pa.bool_() if isinstance(first, bool) else pa.int64())
 
 
 def codec_of(path: Path) -> str | None:
@@ -173,6 +185,8 @@ def _checked(value: Any, name: str, kind: pa.DataType, path: Path, number: int) 
     """A value as its column wants it. Arrow itself would cut 2.5 to 2 in silence."""
     if value is None or not pa.types.is_list(kind):
         return value if value is None else str(value)
+    if pa.types.is_struct(kind.value_type):
+        return _texts_of(value, [field.name for field in kind.value_type])
     wanted = bool if pa.types.is_boolean(kind.value_type) else int
     fits = isinstance(value, list) and all(
         item is None or (type(item) is wanted and -(2**63) <= item < 2**63) for item in value
@@ -183,6 +197,13 @@ def _checked(value: Any, name: str, kind: pa.DataType, path: Path, number: int) 
         f"line {number + 1} of {path}, column {name}: {json.dumps(value)[:80]}, expected {kind} as in the first line. "
         "Repair the line."
     )
+
+
+def _texts_of(value: Any, keys: list[str]) -> list[dict[str, str | None]] | None:
+    """Messages with what of them is text, as they are only looked at for their first user's."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return None
+    return [{key: text if isinstance(text := message.get(key), str) else None for key in keys} for message in value]
 
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:

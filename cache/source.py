@@ -1,7 +1,8 @@
 """Any accepted source, opened: which parts it has, what its columns mean, and its rows as chunks."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,9 +12,10 @@ from cache.columns import Layout, resolve
 from cache.config import RowsConfig
 from cache.errors import BadSource
 from cache.files import DataFile, Part
-from cache.jsonl import first_object
+from cache.jsonl import first_object, type_of
 from cache.readahead import MappedFile
 from cache.reading import Chunk, InMemory, open_arrow, part_chunks, table_chunks
+from cache.split import tells_first_text
 
 IN_MEMORY = "the table in memory"
 
@@ -54,20 +56,15 @@ def open_source(parts: Sequence[Part], rows: RowsConfig, data: Any = None) -> So
     """Resolve the columns, which must be the same in every file."""
     if data is not None:
         table = in_memory(data)
-        return Source((), table, resolve(table.table.column_names, rows, IN_MEMORY), table.num_rows)
-    layout: Layout | None = None
-    first, count = None, 0
+        layout = _resolved(table.table.schema, rows, IN_MEMORY)
+        return Source((), table, layout, table.num_rows)
+    found: list[tuple[Path, Layout]] = []
+    count = 0
     for file in (file for part in parts for file in part.files):
-        names, num_rows = _describe(file)
-        found = resolve(names, rows, str(file.path))
-        if layout is not None and found != layout:
-            raise BadSource(
-                f"{file.path}: columns {', '.join(found.names)}, but {first} has {', '.join(layout.names)}. Prepare "
-                "files with other columns apart."
-            )
-        layout, first = layout or found, first or file.path
+        schema, num_rows = _describe(file)
+        found.append((file.path, _resolved(schema, rows, str(file.path))))
         count = -1 if num_rows is None or count < 0 else count + num_rows
-    assert layout is not None
+    layout = _common(found)
     known = count if count >= 0 and not any(part.indices for part in parts) else None
     single = [one for part in parts for one in ([part] if part.indices else [Part((file,)) for file in part.files])]
     return Source(tuple(single), None, layout, known)
@@ -75,18 +72,38 @@ def open_source(parts: Sequence[Part], rows: RowsConfig, data: Any = None) -> So
 
 def column_names(parts: Sequence[Part]) -> list[str]:
     """The columns of the first file; `open_source` refuses others that differ in what is read."""
-    return _describe(parts[0].files[0])[0]
+    return list(_describe(parts[0].files[0])[0].names)
 
 
-def _describe(file: DataFile) -> tuple[list[str], int | None]:
-    """Column names, and the number of rows where the file tells."""
+def _resolved(schema: pa.Schema, rows: RowsConfig, file: str) -> Layout:
+    layout = resolve(schema.names, rows, file)
+    is_told = layout.said is not None and tells_first_text(schema.field(layout.said).type)
+    return layout if is_told else replace(layout, said=None)
+
+
+def _common(found: list[tuple[Path, Layout]]) -> Layout:
+    """The one layout of all files. Only if all tell what ids were made of is that read."""
+    said = {layout.said for _, layout in found}
+    layouts = [(path, replace(layout, said=None)) for path, layout in found]
+    first, layout = layouts[0]
+    for path, other in layouts:
+        if other != layout:
+            raise BadSource(
+                f"{path}: columns {', '.join(other.names)}, but {first} has {', '.join(layout.names)}. Prepare "
+                "files with other columns apart."
+            )
+    return replace(layout, said=said.pop() if len(said) == 1 else None)
+
+
+def _describe(file: DataFile) -> tuple[pa.Schema, int | None]:
+    """Columns, and the number of rows where the file tells. Of lines, the types that the first one shows."""
     try:
         if file.format == "parquet":
             metadata = pa.parquet.read_metadata(file.path)
-            return list(metadata.schema.to_arrow_schema().names), int(metadata.num_rows)
+            return metadata.schema.to_arrow_schema(), int(metadata.num_rows)
         if file.format == "jsonl":
-            return list(first_object(file.path)), None
+            return pa.schema([(name, type_of(value)) for name, value in first_object(file.path).items()]), None
         with MappedFile(file.path) as mapped:
-            return list(open_arrow(mapped, file).schema.names), None
+            return open_arrow(mapped, file).schema, None
     except pa.ArrowInvalid as error:
         raise BadSource(f"{file.path}: not a readable {file.format} ({error}). Write or download it again.") from None

@@ -1,16 +1,19 @@
 """The written rules, each with what it counts."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from arrow_rows import masks_of, rows_of, table
 
 from cache.errors import BadRow, BadSource
 from cache.ragged import Spans
-from cache.split import hashes_of_ids, hashes_of_texts, sides
+from cache.split import first_texts, hashes_of_ids, hashes_of_texts, sides
 
 GOOD = [1, 2, 3]
 
@@ -229,3 +232,76 @@ def test_pieces_of_a_row_are_on_its_side(make: Any) -> None:
 def test_the_length_histogram_counts_every_row(make: Any) -> None:
     cache = make(data=table([[1] * n for n in (2, 3, 4, 5, 8, 9)]))
     assert cache.manifest.length_histogram == ((2, 1), (4, 2), (8, 2), (16, 1))
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, turns, strict=False)]
+
+
+def regenerated(count: int) -> list[dict[str, Any]]:
+    """As regeneration writes them where a template rewrites history: each answer a row, with all that came before."""
+    rows = []
+    for i in range(count):
+        talk = said(f"question {i}", f"answer {i}", "and then?", f"more {i}")
+        rows += [
+            {
+                "row": i,
+                "messages": talk[:2],
+                "question": "0" * 32,
+                "input_ids": [1, i, 2, 3],
+                "loss_mask": [0, 0, 1, 1],
+            },
+            {
+                "row": i,
+                "messages": talk,
+                "question": "0" * 32,
+                "input_ids": [1, i, 9, 5, 6],
+                "loss_mask": [0, 0, 0, 1, 1],
+            },
+        ]
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "prompt"])
+def test_rows_of_one_conversation_stay_on_one_side_though_they_came_tokenised(
+    make: Any, tmp_path: Path, kind: str
+) -> None:
+    rows = regenerated(200)
+    if kind == "prompt":
+        rows = [{"prompt": row["messages"][0]["content"]} | row for row in rows]
+        rows = [{name: value for name, value in row.items() if name != "messages"} for row in rows]
+    source = tmp_path / f"answers.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    else:
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sides_found = make(source, held_out=0.4).split.reshape(200, 2)
+    assert (sides_found[:, 0] == sides_found[:, 1]).all()
+    assert sides_found[:, 0].tolist() == sides(hashes_of_texts([f"question {i}" for i in range(200)]), 0.4).tolist()
+
+
+def test_the_side_is_that_of_the_same_conversation_as_text() -> None:
+    """System text before, parts that are no text, a row without messages: what cannot be told is drawn by its ids."""
+    talks = [
+        [{"role": "system", "content": "s"}, *said("question 1", "a")],
+        [{"from": "human"}],
+        None,
+        said("question 1", "b"),
+        [],
+        [{"role": "assistant", "content": "only"}],
+    ]
+    column = [None if talk is None else [{"role": None, "content": None} | m for m in talk] for talk in talks]
+    texts = first_texts(pa.array(column, pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))))
+    assert texts == ["question 1", None, None, "question 1", None, "only"]
+    sliced = pa.array(column, pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))).slice(3, 3)
+    assert first_texts(sliced) == ["question 1", None, "only"]
+
+
+def test_odd_messages_beside_ids_cost_no_row(make: Any, tmp_path: Path) -> None:
+    rows = regenerated(2)
+    rows[1]["messages"][2]["content"] = [{"type": "text", "text": "and then?"}]
+    rows[2]["messages"] = "text"
+    rows[3].pop("messages")
+    source = tmp_path / "answers.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rows_of(make(source, held_out=0.1)) == [row["input_ids"] for row in rows]
