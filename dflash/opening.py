@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ def changed_settings(stored: dict[str, Any], current: dict[str, Any]) -> dict[st
     stored, current = json.loads(json.dumps([stored, current]))
     names = sorted(stored.keys() | current.keys())
     pairs = {name: (stored.get(name), current.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    # 1 anchor a row is not the share 1.0 of them, though Python says that they are equal.
+    spelled = partial(json.dumps, sort_keys=True)
+    return {name: pair for name, pair in pairs.items() if spelled(pair[0]) != spelled(pair[1])}
 
 
 def refuse_changed(changed: dict[str, tuple[Any, Any]], *, override: bool) -> None:

@@ -12,6 +12,7 @@ import tiny
 
 from cache.store import TokenCache
 from dflash.anchors import LENGTH_BINS, draw_anchors, length_bin
+from dflash.opening import changed_settings
 
 SIZE = 4  # of the tiny run's blocks
 
@@ -54,6 +55,12 @@ def test_a_number_favours_short_rows_and_a_share_treats_all_alike(tokens: Path) 
     )
     assert number[16] - number[32] > 0.2
     assert abs(share[16] - share[32]) < 0.1
+
+
+def test_one_anchor_and_all_anchors_are_two_settings() -> None:
+    one, everything = {"training.anchors": 1, "training.lr": 1.0}, {"training.anchors": 1.0, "training.lr": 1.0}
+    assert changed_settings(one, everything) == {"training.anchors": (1, 1.0)}
+    assert not changed_settings(one, one)
 
 
 def test_bins_of_lengths_are_powers_of_two() -> None:
