@@ -1,5 +1,6 @@
 """Training by several processes, which one flow run starts: what is learned and raised, and that none survives."""
 
+import fcntl
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 from tiny_run import TRAINING, tiny_tree
 
 from cache.writer import build
-from dflash.errors import ConfigMismatch
+from dflash.errors import RunLocked
 from flows.child import run_stage
 from flows.config import Parameters
 from flows.deployments import check_parameters
@@ -74,10 +75,12 @@ def make_run(tree: dict[str, Any], name: str, **training: Any) -> tuple[Path, li
     return run, ["train", str(run), "--tokens", str(tokens)]
 
 
-def test_error_of_a_process_is_raised_as_its_own_type(tree: dict[str, Any]) -> None:
-    run, arguments = make_run(tree, "refused", features="reuse")
-    with pytest.raises(ConfigMismatch, match=r"training\.features=stream"):
-        run_stage("train", arguments, run, lambda progress: None, processes=2)
+def test_error_of_one_process_is_raised_as_its_own_type_not_what_it_did_to_the_others(tree: dict[str, Any]) -> None:
+    run, arguments = make_run(tree, "refused")
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # which the first process wants, and the others wait for
+        with pytest.raises(RunLocked, match="being written by another process"):
+            run_stage("train", arguments, run, lambda progress: None, processes=2)
 
 
 FLOW = """
