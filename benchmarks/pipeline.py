@@ -1,11 +1,11 @@
 """The pipeline keeps its targets busy, costs next to nothing itself, and does not grow.
 
-    python benchmarks/pipeline.py [--batches 150] [--scale 1.0] [--without-cpu]
+    python benchmarks/pipeline.py [--batches 150] [--scale 1.0] [--only devices|cpu] [--target DIR]
 
 Devices are simulated at the proportions of the run behind this project: 3 targets of 480 ms and a drafter of 150 ms a
 micro-batch, log-normal (σ 0.2), 10 % of each stage's time holding the interpreter lock. Rows are as long as its
 902,087; reading them is this project's own gather. What counts begins after 20 micro-batches. Then the real stages on
-this machine's cores, on a random model of SmolLM2-135M's shape, against target and drafter alone.
+this machine's cores with SmolLM2-135M, against target alone and drafter alone on the same micro-batches.
 Goals: targets ≥ 98 % busy, throughput ≥ 97 % of the bottleneck's own, reads < 1 % of a target's time, overhead
 < 0.3 ms a micro-batch, flat memory, CPU wall time ≤ 1.05 × (target alone + drafter alone). Last line: JSON.
 """
@@ -13,6 +13,7 @@ Goals: targets ≥ 98 % busy, throughput ≥ 97 % of the bottleneck's own, reads
 import argparse
 import json
 import mmap
+import os
 import statistics
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from _rows import FULL_ROWS, lengths_of  # noqa: E402
@@ -32,13 +34,26 @@ from cache.gather import Buffers, gather, prefetch  # noqa: E402
 from cache.store import TokenCache  # noqa: E402
 from dflash.batch import FeatureBatch, Step  # noqa: E402
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig  # noqa: E402
+from dflash.host import cpu_threads  # noqa: E402
+from dflash.init import new_drafter  # noqa: E402
 from dflash.pipeline.run import Pipeline  # noqa: E402
 from dflash.pipeline.work import Plan  # noqa: E402
+from dflash.target import Target, drafter_shape  # noqa: E402
 from dflash.trainer import PendingReport, Trainer  # noqa: E402
 
 CPU = torch.device("cpu")
 TARGETS, TARGET_S, DRAFTER_S, SIGMA, LOCKED = 3, 0.480, 0.150, 0.2, 0.1
 WARM = 20
+HOME = Path(os.environ.get("DFLASH_HOME") or Path(__file__).parents[1] / "var").expanduser()
+SMOLLM2 = LlamaConfig(
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    tie_word_embeddings=True,
+)
 
 
 class Device:
@@ -86,9 +101,9 @@ class SimulatedPipeline(Pipeline):
     shares_cores = False  # type: ignore[assignment]
 
 
-def sparse_cache(directory: Path, num_rows: int) -> TokenCache:
-    """Rows of real lengths in a file of zeros: read like a cache that lies in memory, without its 7 GB."""
-    offsets = np.concatenate([[0], np.cumsum(lengths_of(num_rows))]).astype(np.int64)
+def sparse_cache(directory: Path, lengths: np.ndarray) -> TokenCache:
+    """Rows in a file of zeros: read like a cache that lies in memory, without the 7 GB of the real one."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     path = directory / "ids"
     with path.open("wb") as stream:
         stream.truncate(int(offsets[-1]) * 4)
@@ -96,7 +111,7 @@ def sparse_cache(directory: Path, num_rows: int) -> TokenCache:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     ids = np.frombuffer(mapped, dtype=np.uint32)
     mask = np.broadcast_to(np.uint8(1), ids.shape)
-    zeros = np.zeros(num_rows, dtype=np.uint8)
+    zeros = np.zeros(len(lengths), dtype=np.uint8)
     return TokenCache(directory, None, ids, mask, offsets, zeros, zeros, zeros, {"ids": mapped, "mask": mapped})  # type: ignore[arg-type]
 
 
@@ -179,90 +194,69 @@ def growth_bytes(store: TokenCache, batches: int) -> int:
     return seen[1] - seen[0]
 
 
-def on_cpu(directory: Path, batches: int, rounds: int) -> dict[str, float]:
+def on_cpu(directory: Path, path: Path | None, batches: int, rounds: int) -> dict[str, float]:
     """Seconds of target and drafter alone and of the pipeline, on the same micro-batches; medians of the rounds."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from dflash.host import cpu_threads
-    from dflash.init import new_drafter
-    from dflash.target import Target, drafter_shape
-
-    model = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    )
-    threads = cpu_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(cpu_threads())
     settings = DrafterConfig(layers=2, block_size=8, taps=3, mask_token_id=16)
-    target = Target(LlamaForCausalLM(model), (1, 14, 27))
-    drafter = new_drafter(drafter_shape(settings, model), settings, target, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if path else LlamaForCausalLM(SMOLLM2)
+    shape = drafter_shape(settings, model.config)
+    target = Target(model, shape.taps)
     training = TrainingConfig(epochs=1, tokens_per_batch=256, anchors=24)
-    trainer = Trainer(drafter, *target.ends(CPU), training)
-    store = sparse_cache(directory, 1000)
-    short = TokenCache(
-        store.path,
-        None,
-        store.ids,
-        store.mask,
-        np.arange(1001) * 100,
-        store.split[:1000],
-        store.group,
-        store.source_row,
-        store._maps,  # type: ignore[arg-type]
-    )
-    plan = Plan(short, RunConfig(target=TargetConfig(model="-"), drafter=settings, training=training))
-    alone: list[float] = []
-    ratios: list[float] = []
-    for _ in range(rounds):
-        steps = list(plan.work(0, 0, 1))[:batches]
-        buffers, start = Buffers(plan.buffer_tokens), time.perf_counter()
-        for step in steps:
-            position, rows = next(plan.micro_batches(0, step.step, 1))
-            batch = plan.make_batch(position, rows, buffers)
-            trainer.accumulate(FeatureBatch(batch, target.features(batch.ids)))
-            trainer.step(step)
-        alone.append(time.perf_counter() - start)
-        pipeline, count = Pipeline(plan, trainer, [target], threads=threads), [0]
-
-        def on_step(report: PendingReport, count: list[int] = count) -> bool:
-            count[0] += 1
-            return count[0] < batches
-
+    trainer = Trainer(new_drafter(shape, settings, target, seed=0), *target.ends(CPU), training)
+    store = sparse_cache(directory, np.full(2 * batches, 100))  # two rows a micro-batch
+    plan = Plan(store, RunConfig(target=TargetConfig(model="-"), drafter=settings, training=training))
+    work = list(plan.micro_batches(0, 0, 1))
+    items = [plan.make_batch(position, rows, Buffers(plan.buffer_tokens)) for position, rows in work]
+    seconds: list[dict[str, float]] = []
+    for warm in (True, *[False] * rounds):
         start = time.perf_counter()
-        pipeline.run(0, 0, 1, on_step)
-        # The target has run ahead of the drafter: what it made and nobody used is not the pipeline's cost.
-        ahead = pipeline._clocks["target"][0]
-        spare = ahead.busy * (1 - batches / max(batches, ahead.items))
-        ratios.append((time.perf_counter() - start - spare) / alone[-1])
-    return {"cpu_alone_s": round(statistics.median(alone), 2), "cpu_vs_alone": round(statistics.median(ratios), 3)}
+        features = [target.features(batch.ids) for batch in items]
+        middle = time.perf_counter()
+        for step, batch, values in zip(plan.work(0, 0, 1), items, features, strict=True):
+            trainer.accumulate(FeatureBatch(batch, values))
+            trainer.step(step)
+        end = time.perf_counter()
+        Pipeline(plan, trainer, [target], threads=cpu_threads()).run(0, 0, 1, lambda _: True)
+        if not warm:
+            wall = time.perf_counter() - end
+            seconds.append({"target": middle - start, "drafter": end - middle, "wall": wall})
+    ratio = statistics.median(s["wall"] / (s["target"] + s["drafter"]) for s in seconds)
+    parts = {f"cpu_{name}_s": round(statistics.median(s[name] for s in seconds), 3) for name in seconds[0]}
+    return parts | {"cpu_wall": round(ratio, 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, default=150, help="micro-batches that count")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the simulated times")
-    parser.add_argument("--without-cpu", action="store_true", help="leave out the real stages")
+    parser.add_argument("--only", choices=["devices", "cpu"], help="the simulated devices, or the real stages")
+    parser.add_argument("--target", type=Path, help="SmolLM2-135M; by default the demo's below $DFLASH_HOME/targets")
     arguments = parser.parse_args()
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        store = sparse_cache(directory, FULL_ROWS)
-        scale = arguments.scale
-        result = simulate(new_plan(store), arguments.batches, scale * TARGET_S, scale * DRAFTER_S)
-        for name, shares in result.pop("stages").items():
-            print(f"{name:<8}" + "  ".join(f"{what} {share:6.1%}" for what, share in shares.items()))
-        result["read_ms"] = round(read_ms(new_plan(store), 200), 3)
-        result["read_share"] = round(result["read_ms"] / 1e3 / (scale * TARGET_S), 5)
-        result["wall_ms"] = round(result["wall_ms"], 1)
-        result["overhead_ms"] = round(overhead_ms(store, 2000), 4)
-        result["growth_bytes"] = growth_bytes(store, 2000)
-        if not arguments.without_cpu:
-            result |= on_cpu(directory, batches=5, rounds=3)
+        if arguments.only != "cpu":
+            result |= on_devices(directory, arguments.batches, arguments.scale)
+        if arguments.only != "devices":
+            path = arguments.target or next(iter(HOME.glob("targets/*/config.json")), Path()).parent
+            is_there = (path / "config.json").is_file()
+            print(f"target on the CPU: {path if is_there else 'random weights in the shape of SmolLM2-135M'}")
+            result |= on_cpu(directory, path if is_there else None, batches=5, rounds=3)
     print(json.dumps(result))
+
+
+def on_devices(directory: Path, batches: int, scale: float) -> dict[str, Any]:
+    """What is measured with simulated devices."""
+    store = sparse_cache(directory, lengths_of(FULL_ROWS))
+    result = simulate(new_plan(store), batches, scale * TARGET_S, scale * DRAFTER_S)
+    for name, shares in result.pop("stages").items():
+        print(f"{name:<8}" + "  ".join(f"{what} {share:6.1%}" for what, share in shares.items()))
+    result["read_ms"] = round(read_ms(new_plan(store), 200), 3)
+    result["read_share"] = round(result["read_ms"] / 1e3 / (scale * TARGET_S), 5)
+    result["wall_ms"] = round(result["wall_ms"], 1)
+    result["overhead_ms"] = round(overhead_ms(store, 2000), 4)
+    result["growth_bytes"] = growth_bytes(store, 2000)
+    return result
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
     features/
         values.bin     bfloat16 [T, N·H], rows at the token cache's offsets
         filled.bin     uint8 [R], 1 where a row's features are on disk
+        filling.bin    the same as of now, shared by the processes of a machine; begins as filled.bin at every start
         key.json       what the values depend on; another key starts the store anew
 
 A row's features are those that the target gave it in the first epoch's micro-batch: their last bits depend on the rows
 beside them, so a row is never filled from another grouping. `filled.bin` is written at checkpoints, after the values.
+Processes of one machine map the same files: each fills the rows that it computes, and reads those of all others once
+the first epoch is over. Between machines a map is not coherent, so there only a store is read that has been filled.
 """
 
 import json
@@ -24,20 +27,21 @@ from torch import Tensor
 from dflash.errors import ConfigMismatch
 from dflash.files import write_json
 from dflash.opening import OpenRun
+from dflash.pipeline.ranks import ALONE, Ranks
 
 
 class FeatureStore:
-    """Open with `FeatureStore.open`; `put` and `get` are called by the target stage, `flush` by the checkpoint."""
+    """One that `FeatureStore.make` has made; the target stage calls `put` and `get`, the checkpoint `flush`."""
 
     def __init__(self, directory: Path, offsets: Int64[ndarray, " R+1"], width: int) -> None:
         self._directory = directory
         self._offsets = offsets
         self._values = np.memmap(directory / "values.bin", dtype=np.uint16, mode="r+", shape=(int(offsets[-1]), width))
-        self._filled = np.fromfile(directory / "filled.bin", dtype=np.uint8)
+        self._filled = np.memmap(directory / "filling.bin", dtype=np.uint8, mode="r+", shape=(offsets.size - 1,))
 
-    @classmethod
-    def open(cls, directory: Path, offsets: Int64[ndarray, " R+1"], width: int, key: dict[str, Any]) -> "FeatureStore":
-        """The store for `key`, empty when there is none for it.
+    @staticmethod
+    def make(directory: Path, offsets: Int64[ndarray, " R+1"], width: int, key: dict[str, Any]) -> None:
+        """Make the store for `key` ready to be opened, empty when there is none for it.
 
         Raises ConfigMismatch when the disk has no room for what is missing.
         """
@@ -57,7 +61,9 @@ class FeatureStore:
                 os.posix_fallocate(stream.fileno(), 0, size)
             np.zeros(offsets.size - 1, dtype=np.uint8).tofile(directory / "filled.bin")
             write_json(directory / "key.json", key)
-        return cls(directory, offsets, width)
+        partial = directory / "filling.bin.tmp"
+        shutil.copyfile(directory / "filled.bin", partial)
+        partial.replace(directory / "filling.bin")  # another file: a process of an earlier start may have that one
 
     def has(self, row_ids: Int64[ndarray, " B"]) -> bool:
         """Whether all of these rows are filled."""
@@ -91,8 +97,11 @@ class FeatureStore:
         partial.replace(self._directory / "filled.bin")
 
 
-def open_features(opened: OpenRun) -> FeatureStore:
-    """The run's own store of features, keyed by all that its values depend on."""
+def open_features(opened: OpenRun, ranks: Ranks = ALONE) -> FeatureStore:
+    """The run's own store of features, keyed by all that its values depend on.
+
+    Raises ConfigMismatch when processes on several machines would have to fill it.
+    """
     settings = opened.settings()
     names = (
         "token cache",
@@ -102,9 +111,27 @@ def open_features(opened: OpenRun) -> FeatureStore:
         "training.tokens_per_batch",
         "training.seed",
     )
-    width = opened.feature_width
+    directory, offsets, width = opened.run.path / "features", opened.store.offsets, opened.feature_width
     key = {name: settings[name] for name in names}
-    return FeatureStore.open(opened.run.path / "features", opened.store.offsets, width, key)
+    if ranks.local_size < ranks.size and not _complete(directory, key, offsets, width, opened.store.rows(0)):
+        raise ConfigMismatch(
+            f"training.features=reuse with {ranks.size} processes, {ranks.local_size} of them on this machine: they "
+            f"fill a store together on one machine only, and {directory} is not filled yet. Train the first epoch on "
+            "one machine (training.epochs_per_run=1), or set training.features=stream."
+        )
+    if ranks.leads:
+        FeatureStore.make(directory, offsets, width, key)
+    ranks.wait()
+    return FeatureStore(directory, offsets, width)
+
+
+def _complete(
+    directory: Path, key: dict[str, Any], offsets: Int64[ndarray, " R+1"], width: int, row_ids: Int64[ndarray, " n"]
+) -> bool:
+    """Whether the features of all these rows are on disk."""
+    if not _matches(directory, json.loads(json.dumps(key)), int(offsets[-1]) * width * 2, offsets.size - 1):
+        return False
+    return bool(np.fromfile(directory / "filled.bin", dtype=np.uint8)[row_ids].all())
 
 
 def _matches(directory: Path, key: dict[str, Any], size: int, rows: int) -> bool:

@@ -16,7 +16,7 @@ from dflash import checkpoint
 from dflash.batch import StepReport
 from dflash.checkpoint import Checkpoint, Writer
 from dflash.curves import Curves, of_line
-from dflash.errors import ConfigMismatch, StageFailed
+from dflash.errors import StageFailed
 from dflash.features import open_features
 from dflash.host import cpu_threads, free_bytes
 from dflash.metrics import Window, write_line
@@ -94,11 +94,6 @@ class _Run:
     ) -> None:
         self.opened, self.resumed, self.until, self.ranks, self.stopping = opened, resumed, until, ranks, stopping
         self.training = opened.config.training
-        if ranks.size > 1 and self.training.features == "reuse":
-            raise ConfigMismatch(
-                f"training.features=reuse with {ranks.size} processes: rows go to other processes in each epoch, so "
-                "none would find its features. Set training.features=stream, or train with one process."
-            )
         self.plan = Plan(opened.store, opened.config, ranks.rank, ranks.size)
         threads = resumed.state.threads if resumed else cpu_threads()
         torch.set_num_threads(threads)
@@ -121,14 +116,21 @@ class _Run:
             log.info("placement: %s", facts)
         self.targets += [opened.load_target(replica) for replica in devices.targets[1:]]
         self.window = Window(**start.state.window)
-        self.features = open_features(opened) if self.training.features == "reuse" else None
+        self.features = open_features(opened, ranks) if self.training.features == "reuse" else None
         flush = self.features.flush if self.features is not None else lambda: None
         self.writer = Writer(opened.run.checkpoints, self.training.keep, flush)
         item_bytes = self.plan.buffer_tokens * opened.feature_width * 2
         ahead = capacity(item_bytes, free_bytes(devices.drafter) // 4)
         log.info("at most %d micro-batches wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
         self.pipeline = Pipeline(
-            self.plan, self.trainer, self.targets, self.features, threads=threads, ahead=ahead, last_resort=last_resort
+            self.plan,
+            self.trainer,
+            self.targets,
+            self.features,
+            ranks=ranks,
+            threads=threads,
+            ahead=ahead,
+            last_resort=last_resort,
         )
         watched = self.training.evaluate_every_steps is not None
         self.monitor = Monitor(opened, self.targets[0], ends, ranks) if watched else None
@@ -146,7 +148,7 @@ class _Run:
             self.curves = Curves(run.path / "tensorboard", start.steps_total)
             run.record("start", epoch=start.epoch, step=start.step, threads=start.threads, processes=self.ranks.size)
         if self.features is not None:
-            fill_features(self.features, self.plan, self.targets[0], start, run)
+            fill_features(self.features, self.plan, self.targets[0], start, run, self.ranks)
         self.total = sum(self.plan.steps(epoch) for epoch in range(epochs))
         at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
         log.info("training from %s", at)

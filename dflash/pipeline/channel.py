@@ -151,11 +151,6 @@ class Reorder(Generic[T]):
             self._freed.notify_all()
             return item, starved
 
-    def wait_until_put(self, count: int) -> None:
-        """Return when the items of all indices below `count` have been put."""
-        with self._stop.lock:
-            self._stop.wait(self._filled, lambda: self._next + len(self._items) >= count)
-
     def end(self, index: int) -> None:
         """`index` and later ones will not come."""
         with self._stop.lock:

@@ -13,6 +13,7 @@ from dflash.errors import DflashError, StageFailed
 from dflash.features import FeatureStore
 from dflash.pipeline.channel import Channel, Closed, Reorder, Stop, Turn
 from dflash.pipeline.device import Lane, free_buffers, new_buffers
+from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.pipeline.stages import HasFeatures, Leased, Trains, read, run_target, train
 from dflash.pipeline.telemetry import Clock, merge
 from dflash.pipeline.watchdog import HANG_S, Watchdog
@@ -46,14 +47,16 @@ class Pipeline:
         targets: Sequence[HasFeatures],
         features: FeatureStore | None = None,
         *,
+        ranks: Ranks = ALONE,
         threads: int = 1,
         ahead: int = _MOST,
         hang_s: float = HANG_S,
         last_resort: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._plan, self._trainer, self._targets, self._features = plan, trainer, targets, features
-        self._threads, self._ahead = threads, ahead
+        self._ranks, self._threads = ranks, threads
         self._stop = Stop()
+        self._first_epoch_over, self._over = False, self._stop.new_condition()
         self._clocks = {"read": [Clock()], "target": [Clock() for _ in targets], "train": [Clock()]}
         self.turn = Turn(shared=self.shares_cores)
         self._watchdog = Watchdog(self._clocks, self._stop, hang_s, last_resort)
@@ -86,7 +89,9 @@ class Pipeline:
             self._free.put(buffers)
 
         def reader() -> None:
-            work = self._epoch_by_epoch(self._plan.micro_batches(epoch, step, end))
+            work = self._plan.micro_batches(epoch, step, end)
+            if self._features is not None and epoch == 0:
+                work = self._after_first_epoch(work)
             count = read(self._plan, work, device, self._free, self._to_target, clocks["read"][0])
             self._to_train.end(count)
             self._to_target.close()
@@ -95,13 +100,19 @@ class Pipeline:
             lane = Lane(target.devices, self._trainer.device)
             run_target(target, self._features, lane, self.turn, self._to_target, self._free, self._to_train, clock)
 
+        def stepped(report: PendingReport) -> bool:
+            go_on = on_step(report)
+            if go_on and (report.at.epoch, report.at.step + 1) == (0, report.at.steps_in_epoch):
+                self._end_first_epoch()
+            return go_on
+
         threads = [self._thread("read", reader)]
         for target, clock in zip(self._targets, clocks["target"], strict=True):
             threads.append(self._thread("target", worker, target, clock))
         self._watchdog.start()
         try:
             steps = self._plan.work(epoch, step, end)
-            train(self._trainer, steps, self._to_train, self.turn, clocks["train"][0], on_step)
+            train(self._trainer, steps, self._to_train, self.turn, clocks["train"][0], stepped)
         except Closed:
             pass
         except BaseException as error:
@@ -121,17 +132,24 @@ class Pipeline:
             at = f"epoch {epoch}, step {step} on, {clocks['train'][0].items} steps done"
             raise StageFailed(f"stage {stage} failed in the run from {at}: {cause!r}") from cause
 
-    def _epoch_by_epoch(self, work: Iterator[tuple[Position, np.ndarray]]) -> Iterator[tuple[Position, np.ndarray]]:
-        """Where features are reused, let an epoch begin when all features of the one before are kept.
+    def _after_first_epoch(self, work: Iterator[tuple[Position, np.ndarray]]) -> Iterator[tuple[Position, np.ndarray]]:
+        """Where features are reused, let the second epoch begin when all features of the first one are kept.
 
         Otherwise timing would decide whether a row is read from the store or computed in another grouping.
         """
-        epoch: int | None = None
-        for order, (position, row_ids) in enumerate(work):
-            if self._features is not None and position.epoch != epoch:
-                self._to_train.wait_until_put(order)
-                epoch = position.epoch
+        for position, row_ids in work:
+            if position.epoch == 1:
+                with self._stop.lock:
+                    self._stop.wait(self._over, lambda: self._first_epoch_over)
             yield position, row_ids
+
+    def _end_first_epoch(self) -> None:
+        """All micro-batches of the first epoch are trained here; wait for the other processes, then go on."""
+        if self._features is not None:
+            self._ranks.wait()
+        with self._stop.lock:
+            self._first_epoch_over = True
+            self._over.notify_all()
 
     def _thread(self, name: str, body: Callable[..., None], *arguments: object) -> threading.Thread:
         def run() -> None:

@@ -201,29 +201,37 @@ def test_reused_features_ask_for_their_disk_before_the_start(small_disk: Path, t
     assert not (run / "features").exists()
 
 
+def open_store(path: Path, offsets: np.ndarray, taps: list[int]) -> FeatureStore:
+    FeatureStore.make(path, offsets, 4, {"taps": taps})
+    return FeatureStore(path, offsets, 4)
+
+
 def test_a_half_filled_store_goes_on(tmp_path: Path) -> None:
     offsets = np.array([0, 2, 5])
-    values = torch.arange(12.0).view(1, 3, 4).bfloat16()
-    store = FeatureStore.open(tmp_path / "features", offsets, 4, {"taps": [1]})
-    store.put(offsets[1:2] - 1, values)
-    assert store.has(offsets[1:2] - 1)
+    values, row = torch.arange(12.0).view(1, 3, 4).bfloat16(), np.array([1])
+    store = open_store(tmp_path / "features", offsets, [1])
+    store.put(row, values)
+    other = FeatureStore(tmp_path / "features", offsets, 4)
+    assert other.has(row), "the processes of one machine see each other's rows"
+    assert torch.equal(other.get(row, 3), values)
+    assert not open_store(tmp_path / "features", offsets, [1]).has(row), "not durable before a checkpoint"
+    store = open_store(tmp_path / "features", offsets, [1])
+    store.put(row, values)
     store.flush()
-    again = FeatureStore.open(tmp_path / "features", offsets, 4, {"taps": [1]})
-    row = offsets[1:2] - 1
-    assert again.has(row)
+    again = open_store(tmp_path / "features", offsets, [1])
     assert torch.equal(again.get(row, 3), values)
+    assert again.has(row)
     assert not again.has(row - 1)
-    assert not FeatureStore.open(tmp_path / "features", offsets, 4, {"taps": [2]}).has(row), "J8: another key, anew"
 
 
 def test_j8_features_of_other_taps_are_not_used(make_run: Callable[..., Path], tokens: Path, tmp_path: Path) -> None:
     """The taps are stored beside the features; a run whose taps have changed is refused before it looks at them."""
     offsets, rows = np.array([0, 3, 5]), np.array([0, 1])
-    store = FeatureStore.open(tmp_path / "features", offsets, 6, {"drafter.taps": [1, 9, 17]})
-    store.put(rows, torch.ones(2, 3, 6, dtype=torch.bfloat16))
+    store = open_store(tmp_path / "features", offsets, [1, 9, 17])
+    store.put(rows, torch.ones(2, 3, 4, dtype=torch.bfloat16))
     store.flush()
-    assert FeatureStore.open(tmp_path / "features", offsets, 6, {"drafter.taps": [1, 9, 17]}).has(rows)
-    assert not FeatureStore.open(tmp_path / "features", offsets, 6, {"drafter.taps": [1, 17, 33]}).has(rows)
+    assert open_store(tmp_path / "features", offsets, [1, 9, 17]).has(rows)
+    assert not open_store(tmp_path / "features", offsets, [1, 17, 33]).has(rows)
     run = make_run("taps", epochs=2, epochs_per_run=1, features="reuse")
     train(run, tokens)
     config = json.loads((run / "config.json").read_text())
@@ -282,7 +290,8 @@ def test_a_checkpoint_is_due_after_some_seconds_too(make_run: Callable[..., Path
     run = make_run("timed", epochs=1, checkpoint_every_steps=10_000, checkpoint_every_s=1e-6, keep=99)
     tiny.run(["train", run, "--tokens", tokens], run / "log")
     steps = json.loads((run / "train.json").read_text())["steps"]
-    assert len(list((run / "checkpoints").iterdir())) == steps + 1
+    # The first, the last, and after every step at whose end the one before was written.
+    assert 2 < len(list((run / "checkpoints").iterdir())) <= steps + 1
 
 
 def nothing_counts() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -26,7 +27,9 @@ from dflash.pipeline.ranks import joined
 
 CONTEXT = multiprocessing.get_context("forkserver")
 SETTINGS = {"batches_per_step": 3, "checkpoint_every_steps": 1, "keep": 99}
-SLOW = int(os.environ.get("KILL_ROUNDS", "5")) > 5
+slowly = pytest.mark.skipif(
+    int(os.environ.get("KILL_ROUNDS", "5")) <= 5, reason="make test-kill: processes that import torch"
+)
 
 
 def become(rank: int, size: int, port: int) -> None:
@@ -204,21 +207,130 @@ def test_slow_evaluation_or_disk_kills_nobody(make_run: Callable[..., Path], tok
     assert taus(run) == pytest.approx(taus(one), abs=1e-9)
 
 
-def test_reused_features_are_refused_with_several_processes(make_run: Callable[..., Path], tokens: Path) -> None:
-    run = make_run("reuse", features="reuse")
-    assert 2 in [command.wait() for command in start_ranks(run, tokens, 2)]
-    assert "training.features=stream" in (run / "error.json").read_text()
+def noted_targets() -> None:
+    """Every pass of the target leaves a line in its process's log."""
+    from dflash.target import Target
+
+    features = Target.features
+
+    def noted(self: Target, ids: torch.Tensor) -> torch.Tensor:
+        print("target pass", flush=True)
+        return features(self, ids)
+
+    Target.features = noted  # type: ignore[method-assign]
 
 
-@pytest.mark.skipif(not SLOW, reason="make test-kill: four processes that import torch")
-def test_two_torchrun_nodes_then_one(make_run: Callable[..., Path], tokens: Path, alone: Path) -> None:
+def passes(run: Path) -> int:
+    return sum(log.read_text().count("target pass\n") for log in run.glob("log*"))
+
+
+def test_processes_of_one_machine_reuse_each_others_features(make_run: Callable[..., Path], tokens: Path) -> None:
+    settings = SETTINGS | {"features": "reuse", "epochs": 3}
+    one, both, fewer = (make_run(name, **settings) for name in ("one", "both", "fewer"))
+    tiny.run(["train", one, "--tokens", tokens], one / "log", before=noted_targets)
+    assert [command.wait() for command in start_ranks(both, tokens, 2, noted_targets)] == [0, 0]
+    assert passes(both) == passes(one), "one pass a micro-batch of the first epoch"
+    first, second = start_ranks(fewer, tokens, 2, tiny.slow_steps)
+    tiny.wait_for(fewer / "checkpoints" / "epoch-000-step-000003")
+    os.kill(second.pid, signal.SIGKILL)
+    assert [first.wait(60), second.wait()] == [1, -signal.SIGKILL]
+    tiny.run(["train", fewer, "--tokens", tokens], fewer / "log")
+    for run in (both, fewer):
+        assert (run / "features/values.bin").read_bytes() == (one / "features/values.bin").read_bytes()
+        assert difference(run, one, "epoch-003-step-000000") <= 1e-4
+
+
+def on_machines_of_their_own() -> None:
+    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+
+
+def test_processes_of_several_machines_reuse_only_what_is_filled(make_run: Callable[..., Path], tokens: Path) -> None:
+    run = make_run("machines", features="reuse", epochs=3)
+    assert 2 in [command.wait() for command in start_ranks(run, tokens, 2, on_machines_of_their_own)]
+    assert "is not filled yet" in (run / "error.json").read_text()
+    tiny.run(["train", run, "--tokens", tokens, "--until-epoch", "1"], run / "log")
+    assert [command.wait() for command in start_ranks(run, tokens, 2, on_machines_of_their_own)] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, target: Path, tokens: Path) -> Path:
+    """The run on two processes that nothing disturbed."""
+    run = tiny.make_run(tmp_path_factory.mktemp("runs") / "two", target, **SETTINGS)
+    assert [command.wait() for command in start_ranks(run, tokens, 2)] == [0, 0]
+    return run
+
+
+def torchrun(run: Path, tokens: Path, *options: str, slow: bool = False) -> subprocess.Popen[bytes]:
+    """`torchrun OPTIONS -m dflash train RUN --tokens TOKENS`; with `slow`, every step takes 20 ms longer."""
+    program = ["-m", "dflash"]
+    if slow:
+        script = run / "slow.py"
+        script.write_text(
+            "import sys, tiny\nfrom dflash.__main__ import main\ntiny.slow_steps()\n"
+            "if __name__ == '__main__':\n    sys.exit(main())\n"
+        )
+        program = [str(script)]
+    here = Path(__file__).resolve().parent
+    environment = os.environ | {"PYTHONPATH": f"{here}:{here.parents[1]}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *program, "train", run, "--tokens", tokens]
+    return subprocess.Popen(command, env=environment)  # type: ignore[arg-type]
+
+
+def assert_went_on_with_one(run: Path, two: Path, alone: Path) -> None:
+    """From the newest checkpoint of two processes, with the same step as theirs, to the end of the plan."""
+    lines = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    starts = [line for line in lines if line["event"] == "start"]
+    assert [line["processes"] for line in starts] == [2, 1]
+    step = starts[1]["step"] + 1
+    assert starts[1]["epoch"] == 0
+    names = [f"epoch-000-step-{number:06d}" for number in (step - 1, step)]
+    assert difference(run, two, names[0]) == 0
+    assert 0 < difference(run, two, names[1]) <= 1e-6
+    assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
+
+
+@slowly
+def test_a_rank_of_torchrun_is_killed_then_one_goes_on(
+    make_run: Callable[..., Path], tokens: Path, two: Path, alone: Path
+) -> None:
+    run = make_run("killed", **SETTINGS)
+    agent = torchrun(run, tokens, "--standalone", "--nproc-per-node=2", slow=True)
+    tiny.wait_for(run / "checkpoints" / "epoch-000-step-000003")
+    family = psutil.Process(agent.pid).children(recursive=True)
+    ranks = {process.environ()["RANK"]: process for process in family if "RANK" in process.environ()}
+    killed = time.monotonic()
+    ranks["1"].kill()
+    assert agent.wait(60) == 1
+    assert not psutil.wait_procs(family, timeout=5)[1], "nothing outlives it"
+    print(f"\nkilled rank: the rest ended after {time.monotonic() - killed:.1f} s")
+    assert torchrun(run, tokens, "--standalone", "--nproc-per-node=1").wait(200) == 0
+    assert_went_on_with_one(run, two, alone)
+
+
+@slowly
+def test_a_node_of_torchrun_dies_and_the_other_goes_on_by_itself(
+    make_run: Callable[..., Path], tokens: Path, two: Path, alone: Path
+) -> None:
+    run = make_run("elastic", **SETTINGS)
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=run"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    first, second = (  # the one that dies is not the one that all of them meet at
+        torchrun(run, tokens, *options, f"--rdzv-conf=last_call_timeout=3,is_host={host}", slow=True)
+        for host in ("true", "false")
+    )
+    tiny.wait_for(run / "checkpoints" / "epoch-000-step-000003")
+    family = psutil.Process(second.pid).children(recursive=True)
+    for process in [psutil.Process(second.pid), *family]:
+        process.kill()
+    second.wait()
+    assert first.wait(200) == 0
+    assert_went_on_with_one(run, two, alone)
+
+
+@slowly
+def test_two_torchrun_nodes_train_the_run_of_one(make_run: Callable[..., Path], tokens: Path, alone: Path) -> None:
     run = make_run("nodes", **SETTINGS)
-    port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    nodes = [
-        subprocess.Popen([*command, f"--node-rank={n}", "-m", "dflash", "train", run, "--tokens", tokens])
-        for n in (0, 1)
-    ]
+    options = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    nodes = [torchrun(run, tokens, *options, f"--node-rank={node}") for node in (0, 1)]
     assert [node.wait(200) for node in nodes] == [0, 0]
     assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
