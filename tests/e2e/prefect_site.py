@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,17 @@ class Site:
         return str(wait_for(f"flow run {flow_run_id} to be {' or '.join(names)}", reached, timeout_s))
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
+        """The API's answer; one whose SQLite is busy is asked again, as Prefect's own client does."""
+        for _ in range(10):
+            try:
+                return self._call(method, path, body)
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+                time.sleep(1)
+        return self._call(method, path, body)
+
+    def _call(self, method: str, path: str, body: Any) -> Any:
         request = urllib.request.Request(
             self.url + path,
             method=method,
