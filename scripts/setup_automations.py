@@ -22,7 +22,7 @@ SILENT_AFTER_S = 150
 
 
 def automation() -> Automation:
-    """For each flow run that has sent a heartbeat: no further one, and no end of the run, within the time."""
+    """For each flow run that has sent a heartbeat: no further one, and no end of its process, within the time."""
     return Automation(
         name=NAME,
         description=f"A run without a heartbeat for {SILENT_AFTER_S} s is marked Crashed, which frees its slot.",
@@ -35,6 +35,7 @@ def automation() -> Automation:
                 "prefect.flow-run.Failed",
                 "prefect.flow-run.Cancelled",
                 "prefect.flow-run.Crashed",
+                "prefect.flow-run.Suspended",  # its process ends, and another one goes on when it is resumed
             },
             match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
             for_each={"prefect.resource.id"},
