@@ -58,6 +58,7 @@ class ChatTokenizer:
         self.vocabulary = self._speller.vocabulary
         found = probe(self._template, self._tokenizer, tokenizer)
         self.stop_ids = found.stop_ids
+        self.turn_tokens = found.turn_tokens
         self._stop_texts = found.stop_texts
         self._is_stop = np.zeros(self.vocabulary, dtype=bool)
         self._is_stop[list(found.stop_ids)] = True
@@ -67,7 +68,7 @@ class ChatTokenizer:
 
     def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised:
         """One batch of conversations as rows; one conversation may give several. `place` names a row in errors."""
-        counts = Counts(Counter(), self.noted)
+        counts = Counts(Counter(), self.noted, Counter())
         documents: list[Document] = []
         split_text: list[str] = []
         for conversation in read_conversations(batch, columns, self._supervise, counts, place):
@@ -75,11 +76,13 @@ class ChatTokenizer:
                 found = list(self._finder.documents(self._without_control(conversation)))
             except Refused as refused:
                 counts.dropped[str(refused)] += 1
+                counts.count(conversation.messages, "dropped")
                 continue
+            counts.count([conversation.messages[answer] for answer in conversation.answers], "supervised")
             documents += found
             split_text += [conversation.split_text] * len(found)
         if not documents:
-            return Tokenised(_no_rows(), np.zeros(0, np.int64), [], dict(counts.dropped), 0)
+            return Tokenised(_no_rows(), np.zeros(0, np.int64), [], dict(counts.dropped), 0, dict(counts.messages))
         encoded = self._speller.encode([document.pieces for document in documents])
         self._compare(documents, encoded, place)
         return Tokenised(
@@ -88,6 +91,7 @@ class ChatTokenizer:
             split_text,
             dict(counts.dropped),
             sum(len(document.spans) for document in documents),
+            dict(counts.messages),
         )
 
     def _without_control(self, conversation: Conversation) -> Conversation:
@@ -118,10 +122,14 @@ class ChatTokenizer:
                 f" {document.text[-200:]!r}; expected one of {', '.join(self._stop_texts)}. Correct it, or name another"
                 " in rows.template."
             )
-        if found.mask.all():
+        whole = np.flatnonzero(
+            np.add.reduceat(found.mask, encoded.offsets[:-1], dtype=np.int64) == np.diff(encoded.offsets)
+        )
+        if whole.size:
+            document = documents[whole[0]]
             raise BadTemplate(
-                f"{place(documents[0].index)}: {self._template.name} marks every token as an answer, in"
-                f" {documents[0].text[:200]!r}; expected a question before it. Correct it, or name another in"
+                f"{place(document.index)}: {self._template.name} marks every token as an answer, in"
+                f" {document.text[:200]!r}; expected a question before it. Correct it, or name another in"
                 " rows.template."
             )
         if found.keep.all():

@@ -39,6 +39,10 @@ class Counts:
 
     dropped: Counter[str]
     noted: Counter[str]
+    messages: Counter[str]  # by role and what became of them
+
+    def count(self, messages: list[Message], fate: str) -> None:
+        self.messages.update(f"{message['role']}: {fate}" for message in messages)
 
 
 def read_conversations(
@@ -54,9 +58,12 @@ def read_conversations(
     tools = values_of(batch, "tools")
     finished = values_of(batch, "finished")
     for index, raw in enumerate(rows):
+        messages: list[Message] = []
         try:
             messages = messages_of(raw, counts.noted)
+            counts.count(messages, "read")
             last_answered, answers = _answers(messages, supervise, counts.noted)
+            counts.count(messages[answers[-1] + 1 :], "cut")
             kept.append(
                 Conversation(
                     index,
@@ -69,6 +76,7 @@ def read_conversations(
             )
         except Refused as refused:
             counts.dropped[str(refused)] += 1
+            counts.count(messages, "dropped")
         except SchemaError as error:
             raise BadRow(
                 f"{place(index)}: {error}. Correct or remove the row, or name the right column in"

@@ -7,6 +7,7 @@ import pyarrow as pa
 from jaxtyping import Int64, UInt8, UInt64
 from numpy import ndarray
 
+from cache.audit import Audit
 from cache.columns import Layout
 from cache.config import RowsConfig
 from cache.groups import Groups
@@ -51,6 +52,7 @@ class Converter:
     layout: Layout
     policy: RowsConfig
     counts: Counts = field(default_factory=Counts)
+    audit: Audit = field(default_factory=Audit)  # of conversations
     stop_ids: list[int] = field(default_factory=list)  # of the tokenizer that made the pieces
     _groups: Groups = field(init=False)
 
@@ -124,4 +126,5 @@ class Converter:
         rows = Rows(spans_of(tokens.values, tokens.offsets), spans_of(tokens.mask, tokens.offsets), row)
         long = usable(rows.ids.length, np.ones(row.size, dtype=bool), self.counts)
         kept = fit(rows.select(long), self.policy, self.counts)
+        self.audit.add(kept, facts)
         return Converted(kept, side[kept.row], group[kept.row])

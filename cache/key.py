@@ -29,7 +29,7 @@ NOT_CONVERTING = {
 }  # fmt: skip
 
 # Of those that convert, what works on tokens alone: an edit here leaves slices of conversations as they are.
-AFTER_TOKENS = {"arrays", "convert", "manifest", "metadata", "rules", "shard", "writer"}
+AFTER_TOKENS = {"arrays", "audit", "convert", "manifest", "metadata", "rules", "shard", "writer"}
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

@@ -1,7 +1,7 @@
 """The manifest: what a token cache says of itself, and the only thing that makes its bytes trustworthy."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ INNER_CHUNK = 1 << 20  # elements of one inner chunk of a shard: what a Zarr rea
 
 # Arrays of a cache, in the order in which they are written; ids has the manifest's dtype.
 ROW_DTYPES = {"offsets": "int64", "split": "uint8", "group": "uint16", "source_row": "int64"}
+HISTOGRAMS = ("length_histogram", "supervised_shares", "answers_a_row")
 ARRAYS = ("ids", "mask", *ROW_DTYPES)
 
 
@@ -48,7 +49,13 @@ class Manifest:
     dropped_tokens: int  # tokens of the rows and pieces that were dropped once they were tokens
     length_histogram: tuple[tuple[int, int], ...]  # (longest length of the bin, rows in it), powers of two
     group_names: list[str]
-    tokenizer: dict[str, Any]  # stop ids, ids of a probe text, hash of every id's text; empty without a tokenizer
+    # Of conversations; empty where rows came tokenised.
+    messages: dict[str, int] = field(default_factory=dict)  # `role: what became of it` → messages
+    supervised_shares: tuple[tuple[int, int], ...] = ()  # (tenths of the row that are supervised, at most; rows)
+    answers_a_row: tuple[tuple[int, int], ...] = ()  # (answers, rows)
+    tokenizer: dict[str, Any] = field(
+        default_factory=dict
+    )  # stop ids, ids of a probe text, hash of every id's text; empty without a tokenizer
 
     def dtypes(self) -> dict[str, str]:
         return {"ids": self.dtype, "mask": "uint8", **ROW_DTYPES}
@@ -66,7 +73,8 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
-        content["length_histogram"] = [list(pair) for pair in self.length_histogram]
+        for name in HISTOGRAMS:
+            content[name] = [list(pair) for pair in content[name]]
         return content | {"checksum": checksum(content)}
 
     @classmethod
@@ -78,14 +86,15 @@ class Manifest:
                 f"{path}: layout version {version!r}, expected {LAYOUT_VERSION}. "
                 "The cache was written by another version of this program: prepare the rows again."
             )
-        body = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        body = {one.name: content[one.name] for one in fields(cls) if one.name in content}
         if content.get("checksum") != checksum(body):
             raise CacheCorrupt(
                 f"{path}: the manifest's checksum is {checksum(body)}, expected {content.get('checksum')}. "
                 "The file was changed or damaged: remove the cache and prepare the rows again."
             )
         body["arrays"] = {name: ArrayFacts(**facts) for name, facts in body["arrays"].items()}
-        body["length_histogram"] = tuple((int(top), int(rows)) for top, rows in body["length_histogram"])
+        for name in HISTOGRAMS:
+            body[name] = tuple((int(top), int(rows)) for top, rows in body.get(name, ()))
         return cls(**body)
 
 

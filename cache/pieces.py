@@ -40,7 +40,9 @@ class Facts:
     dropped: dict[str, int] = field(default_factory=dict)  # reason → conversations
     noted: dict[str, int] = field(default_factory=dict)
     group_names: list[str] = field(default_factory=list)  # in the order in which they were met, unwanted ones too
+    messages: dict[str, int] = field(default_factory=dict)  # `role: what became of it` → messages
     stop_ids: list[int] = field(default_factory=list)  # of the tokenizer
+    turn_tokens: dict[str, int] = field(default_factory=dict)  # that the template writes around any answer: text → id
 
 
 @dataclass(frozen=True, slots=True)

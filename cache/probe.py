@@ -22,6 +22,7 @@ class Probe:
     stop_ids: tuple[int, ...]
     stop_texts: tuple[str, ...]
     control_texts: frozenset[str]
+    turn_tokens: dict[str, int]  # control tokens around any answer: text → id
 
 
 def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
@@ -47,11 +48,13 @@ def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
     special = {identity for identity, token in tokenizer.added_tokens_decoder.items() if token.special}
     before, _, rest = _rendered(template, asked, prompt=True).partition(QUESTION)
     opening = {_opener(ids, added, special) for ids in (_ids(tokenizer, before)[::-1], _ids(tokenizer, rest))}
+    around = {after} | {identity for identity in _ids(tokenizer, rest) if identity in special}
     control = {added[identity] for identity in stop_ids | special | opening if identity in added}
     return Probe(
         tuple(sorted(stop_ids)),
         tuple(tokenizer.convert_ids_to_tokens(sorted(stop_ids))),
         frozenset(text for text in control if not text.isspace()),
+        {added[identity]: identity for identity in sorted(around)},
     )
 
 

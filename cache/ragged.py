@@ -4,7 +4,7 @@ Two shapes of one idea. `Ragged` is what comes out of a stage: rows back to back
 is: rows as spans of a flat array, with gaps where a row was null, cut or dropped. Nothing here loops over rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer, UInt8
@@ -51,6 +51,7 @@ class Tokenised:
     split_text: list[str] | None  # first user text of each row's conversation: what the held-out split hashes
     dropped: dict[str, int]  # reason → number of conversations of the batch
     answers: int  # number of supervised answers in `tokens`
+    messages: dict[str, int] = field(default_factory=dict)  # `role: what became of it` → number of messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from cache.removal import Entry
 from cache.store import TokenCache
 
 BAR = 40  # columns of the longest bar of the histogram
+MOST_ANSWERS = 12  # lines of the table of answers
 SUPERVISED, CONTEXT = "bold green", "dim"
 
 
@@ -32,12 +33,13 @@ def summary(cache: TokenCache) -> RenderableType:
     facts.add_row("row length", f"mean {mean:,.0f}, longest {longest:,} tokens")
     cut = f"{manifest.truncated:,} rows, {manifest.truncated_tokens:,} tokens"
     facts.add_row("cut", cut if manifest.truncated else "none")
-    facts.add_row("dropped", _counted(manifest.dropped))
+    facts.add_row("dropped", f"{_counted(manifest.dropped)} ({manifest.dropped_share:.1%})")
     if manifest.noted:
         facts.add_row("noted", _counted(manifest.noted))
     size = sum(array.size_bytes for array in manifest.arrays.values())
     facts.add_row("on disk", size_of(size))
-    return Group(facts, "", _lengths(manifest), "", _groups(cache), "", _key_parts(manifest))
+    audit = [_roles(manifest), "", _shares(manifest), "", _answers(manifest), ""] if manifest.messages else []
+    return Group(facts, "", *audit, _lengths(manifest), "", _groups(cache), "", _key_parts(manifest))
 
 
 def row(cache: TokenCache, index: int, tokenizer: Path | None) -> RenderableType:
@@ -82,11 +84,41 @@ def _counted(counts: dict[str, int]) -> str:
 
 def _lengths(manifest: Manifest) -> RenderableType:
     table = _table("length histogram")
-    most = max((rows for _, rows in manifest.length_histogram), default=1)
-    for longest, rows in manifest.length_histogram:
-        if rows:
-            table.add_row(f"≤ {longest:,}", f"{'█' * max(1, round(BAR * rows / most))} {rows:,}")
+    _bars(table, [(f"≤ {longest:,}", rows) for longest, rows in manifest.length_histogram])
     return table
+
+
+def _roles(manifest: Manifest) -> RenderableType:
+    """Messages by role: read, then cut off, in dropped conversations, or supervised."""
+    fates = ("read", "supervised", "cut", "dropped")
+    table = Table(title="messages by role", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", *fates):
+        table.add_column(heading, justify="right" if heading else "left", style=None if heading else "bold")
+    for role in sorted({key.split(": ")[0] for key in manifest.messages}):
+        table.add_row(role, *(f"{manifest.messages.get(f'{role}: {fate}', 0):,}" for fate in fates))
+    return table
+
+
+def _shares(manifest: Manifest) -> RenderableType:
+    table = _table("rows by supervised share")
+    _bars(table, [(f"≤ {10 * tenth} %", rows) for tenth, rows in manifest.supervised_shares])
+    return table
+
+
+def _answers(manifest: Manifest) -> RenderableType:
+    """One line a number of answers, the large ones together."""
+    table = _table("rows by answers")
+    few, many = manifest.answers_a_row[:MOST_ANSWERS], manifest.answers_a_row[MOST_ANSWERS:]
+    rest = [(f"{many[0][0]} or more", sum(rows for _, rows in many))] if many else []
+    _bars(table, [*((str(answers), rows) for answers, rows in few), *rest])
+    return table
+
+
+def _bars(table: Table, counts: list[tuple[str, int]]) -> None:
+    most = max((rows for _, rows in counts), default=1)
+    for label, rows in counts:
+        if rows:
+            table.add_row(label, f"{'█' * max(1, round(BAR * rows / most))} {rows:,}")
 
 
 def _groups(cache: TokenCache) -> RenderableType:

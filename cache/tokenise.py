@@ -29,6 +29,7 @@ class Tokenises(Protocol):
     """What `cache.chat.ChatTokenizer` does; `noted` grows with every batch."""
 
     stop_ids: tuple[int, ...]
+    turn_tokens: dict[str, int]
     noted: Counter[str]
 
     def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised: ...
@@ -69,6 +70,7 @@ class _Gathered:
     def _begin(self) -> None:
         self._groups = Groups(self._layout.group)
         self._dropped: Counter[str] = Counter()
+        self._messages: Counter[str] = Counter()
         self._noted = Counter(self._chat.noted)
         self._source_rows = 0
         self._waiting: list[tuple[pa.RecordBatch, ndarray, ndarray, ndarray]] = []
@@ -100,6 +102,7 @@ class _Gathered:
         place = Numbered(self._first.file, self._first.first_row, self._first.lines, numbers=line)
         made = self._chat.tokenise(pa.Table.from_batches(batches), self._layout.columns(), place)
         self._dropped.update(made.dropped)
+        self._messages.update(made.messages)
         hashes = hashes_of_texts(made.split_text or [])
         self._made.append((made.tokens, row[made.row], line[made.row], group[made.row], hashes))
         self.num_tokens += made.tokens.values.size
@@ -126,7 +129,9 @@ class _Gathered:
                 dict(+self._dropped),
                 dict(Counter(self._chat.noted) - self._noted),
                 self._groups.names,
+                dict(self._messages),
                 [int(identity) for identity in self._chat.stop_ids],
+                self._chat.turn_tokens,
             ),
         )
         self._begin()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from cache.arrays import ArrayFiles
+from cache.audit import histogram
 from cache.columns import Layout
 from cache.commit import Site, commit, locked, no_room, sweep
 from cache.config import RowsConfig
@@ -171,9 +172,14 @@ def _make(
             dropped_tokens=counts.dropped_tokens,
             length_histogram=counts.length_histogram(),
             group_names=converter.group_names,
+            messages=_counted(converter.audit.messages),
+            supervised_shares=histogram(converter.audit.shares),
+            answers_a_row=histogram(converter.audit.answers),
             tokenizer=_tokenizer_facts(tokenizer, converter.stop_ids),
         )
         refuse_drops(manifest, rows)
+        if is_chat:
+            converter.audit.refuse(str(rows.source), counts.tokens, counts.supervised_tokens)
         commit(site, manifest)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ class OneIdACharacter:
     """A question gives zeros in the mask, each answer to it ones and a row of its own; `bad` is refused by a rule."""
 
     stop_ids = (0,)
+    turn_tokens: ClassVar[dict[str, int]] = {}
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.calls: list[list[str]] = []  # the rows of each call, by name

@@ -1,16 +1,21 @@
 """Tables and texts of results, also of results in which something could not be said."""
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tiny_inputs import make_target
 
+from cache.config import RowsConfig
+from cache.store import TokenCache
+from cache.writer import build
 from flows.progress import StageProgress, duration
-from flows.report import busy_by_stage, curve_svg, pipeline_table, report_markdown, sample_rows, tau_table
+from flows.report import busy_by_stage, curve_svg, pipeline_table, report_markdown, sample_rows, tau_table, tokens_table
 
 EVALUATION: dict[str, Any] = {
     "tau": {"before": {"value": 1.0, "se": None}, "after": {"value": 1.5, "se": 0.25}},
@@ -72,3 +77,16 @@ def test_progress_reads_as_a_line() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_table_of_a_token_cache_says_what_was_dropped_and_how_much_is_supervised(tmp_path: Path) -> None:
+    rows = [[1, 2, 3, 4], [5, 6], [7]]
+    table = pa.table({"input_ids": rows, "loss_mask": [[0, 0, 1, 1], [1, 1], [1]]})
+    config = RowsConfig(source="in memory", vocabulary=10, max_dropped=0.5)
+    manifest = TokenCache.open(build(config, home=tmp_path, tokenizer=None, vocabulary=None, data=table)).manifest
+    manifest = replace(manifest, noted={"cut": 3}, messages={"user: read": 2}, supervised_shares=((5, 1), (10, 1)))
+    shown = {row["what"]: row["value"] for row in tokens_table(manifest)}
+    assert shown["supervised tokens"] == "4, 66.7%"
+    assert shown["answers"] == "2, 1.00 a row"
+    assert shown["dropped: too_short"] == shown["rows up to 50 % supervised"] == "1"
+    assert (shown["noted: cut"], shown["messages of user: read"]) == ("3", "2")
