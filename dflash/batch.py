@@ -44,9 +44,7 @@ class TrainBatch:
     labels: Int32[Tensor, "B A K"]
     weights: Float32[Tensor, "B A K"]
     padded: int  # B·S
-    coverage: Int64[
-        ndarray, "2 L"
-    ]  # supervised tokens that some block covered, and all of them, by length of their row
+    coverage: Int64[ndarray, "2 L"]  # by length of row: supervised tokens that a block covered, and all
 
     @property
     def tokens(self) -> int:
