@@ -43,6 +43,7 @@ class TrainBatch:
     valid: Bool[Tensor, "B A"]
     labels: Int32[Tensor, "B A K"]
     weights: Float32[Tensor, "B A K"]
+    counted: Int64[Tensor, " n"]  # flat numbers of the slots with a weight
     padded: int  # B·S
     coverage: Int64[ndarray, "2 L"]  # by length of row: supervised tokens that a block covered, and all
 

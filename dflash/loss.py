@@ -78,15 +78,19 @@ def block_loss(
     weights: Float[Tensor, "B A K"],
     kind: LossKind = "ce",
     states: Float[Tensor, "B A K H"] | None = None,
+    counted: Int[Tensor, " n"] | None = None,
 ) -> BlockLoss:
     """Σ w·loss over slots with w > 0, and how often the largest logit was right, by slot.
+
+    `counted` are the flat numbers of these slots; without them a GPU has to be waited for, to find them here.
 
     `kl` needs `states`: for each slot the target's final hidden state of the position before its label, whose logits
     are the law that the slot should give.
     """
     assert (states is not None) == (kind == "kl")
     slots = weights.shape[-1]
-    counted = torch.nonzero(weights.flatten() > 0).squeeze(1)
+    if counted is None:
+        counted = torch.nonzero(weights.flatten() > 0).squeeze(1)
     picked = hidden.flatten(0, 2).index_select(0, counted)
     wanted = None if states is None else states.flatten(0, 2).index_select(0, counted)
     label, weight = labels.flatten()[counted].long(), weights.flatten()[counted]

@@ -181,7 +181,7 @@ def forward_loss(
     states = None
     if kind == "kl":
         states = label_states(item.features[..., width:], batch.anchor, drafter.shape.block_size)
-    return block_loss(hidden, head, batch.labels, batch.weights, kind, states)
+    return block_loss(hidden, head, batch.labels, batch.weights, kind, states, batch.counted)
 
 
 def embed_blocks(embedding: nn.Module, anchor_token: Tensor, block_size: int, mask_token_id: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cache.gather import Buffers
 from dflash.batch import FeatureBatch, TrainBatch
 
-_MOVED = ("anchor", "labels", "weights")  # what the trainer reads
+_MOVED = ("anchor", "labels", "weights", "counted")  # what the trainer reads
 
 
 class Stopwatch:

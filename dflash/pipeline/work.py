@@ -120,6 +120,7 @@ class Plan:
             valid=torch.from_numpy(valid),
             labels=torch.from_numpy(labels),
             weights=torch.from_numpy(weights),
+            counted=torch.from_numpy(np.flatnonzero(weights)),
             padded=rows.ids.size,
             coverage=coverage,
         )

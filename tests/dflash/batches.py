@@ -67,6 +67,7 @@ def item(features: Tensor, labels: Tensor, weights: Tensor) -> FeatureBatch:
         valid=torch.ones(count, 3, dtype=torch.bool),
         labels=labels,
         weights=weights,
+        counted=torch.nonzero(weights.flatten()).squeeze(1),
         padded=12 * count,
         coverage=np.zeros((2, LENGTH_BINS), dtype=np.int64),
     )

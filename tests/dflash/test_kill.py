@@ -4,6 +4,7 @@
 a random one of the calls that make files durable, rename and remove them. Rounds differ in features and targets.
 """
 
+import json
 import os
 import pathlib
 import random
@@ -59,6 +60,40 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, target: Path, tokens
         tiny.run(["train", run, "--tokens", tokens], run / "log")
         runs[features] = run
     return runs
+
+
+def fail_in(stage: str) -> None:
+    """For `tiny.start`: the stage raises at its seventh item."""
+    from dflash.pipeline.work import Plan
+    from dflash.target import Target
+    from dflash.trainer import Trainer
+
+    owner, name = {"read": (Plan, "make_batch"), "target": (Target, "features"), "train": (Trainer, "accumulate")}[
+        stage
+    ]
+    call, calls = getattr(owner, name), [0]
+
+    def failing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 7:
+            raise OSError(f"the {stage} stage was told to fail")
+        return call(*arguments)
+
+    setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("stage", ["read", "target", "train"])
+def test_a_failed_stage_is_named_and_the_next_start_ends_bit_equal(
+    stage: str, make_run: Callable[..., Path], tokens: Path, uninterrupted: dict[str, Path]
+) -> None:
+    run = make_run(stage, **SETTINGS)
+    tiny.run(["train", run, "--tokens", tokens], run / "log", expected=1, before=partial(fail_in, stage))
+    error = json.loads((run / "error.json").read_text())
+    assert error["type"] == "StageFailed"
+    assert f"stage {stage} failed" in error["message"]
+    assert "told to fail" in error["message"]
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    tiny.assert_equal(run, uninterrupted["stream"])
 
 
 @pytest.fixture(scope="module")

@@ -229,6 +229,31 @@ def test_a_slow_run_is_no_hang(tokens: Path) -> None:
     assert len(trainer.steps) == 8
 
 
+class Quiet(FakeTrainer):
+    """Keeps nothing."""
+
+    def accumulate(self, item: FeatureBatch) -> None:
+        pass
+
+
+def test_memory_is_flat_over_2000_micro_batches(tokens: Path) -> None:
+    def private_kib() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    trainer, seen = Quiet(), list[int]()
+
+    def on_step(report: PendingReport) -> bool:
+        done = len(trainer.steps)
+        if done in (400, 2000):
+            seen.append(private_kib())
+        return done < 2000
+
+    Pipeline(new_plan(tokens, epochs=400), trainer, [FakeTarget()], ahead=4).run(0, 0, 400, on_step)
+    # A leak of one micro-batch's ids, labels and features, 1 kB, would be 1,600 kB; what grows here is `steps`.
+    assert seen[1] - seen[0] < 1024
+
+
 def test_shares_of_time_sum_to_one_and_name_the_bottleneck(tokens: Path) -> None:
     pipeline = Pipeline(new_plan(tokens), FakeTrainer(), [FakeTarget(lambda: time.sleep(0.005))])
     pipeline.run(0, 0, 1, lambda _: True)

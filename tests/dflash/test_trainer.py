@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from batches import at, join, new_trainer, rows, weights_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash.trainer
-from dflash.loss import BlockLoss
+from dflash import loss as loss_module
+from dflash.loss import BlockLoss, Head, LossKind, block_loss
 from dflash.schedule import learning_rate, progress
 
 
@@ -122,6 +124,39 @@ def test_g8_the_drafter_stays_in_training_mode() -> None:
     trainer.accumulate(rows(1))
     trainer.step(at())
     assert trainer.drafter.training
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: values that Python reads, shapes that depend on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.data_dependent_output not in func.tags, f"{func} reads a value"
+        assert torch.Tag.dynamic_output_shape not in func.tags, f"{func} makes a shape of values"
+        return func(*args, **kwargs or {})
+
+
+def test_a_step_never_waits_for_its_device() -> None:
+    trainer = new_trainer(weight_decay=0.1)
+    for step in range(2):
+        trainer.accumulate(rows(2))
+        with NoSync():
+            trainer.step(at(step))
+    with pytest.raises(AssertionError, match="reads a value"), NoSync():
+        trainer.drafter.fc.weight.sum().item()
+
+
+@pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
+def test_the_loss_never_waits_for_its_device(kind: LossKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's device without values, which refuses whatever needs one; a GPU would have to be waited for."""
+    monkeypatch.setitem(loss_module._TILE, "meta", loss_module._TILE["cuda"])
+    with torch.device("meta"):
+        hidden, weights = torch.zeros(2, 3, 4, 8, requires_grad=True), torch.zeros(2, 3, 4)
+        head, labels = Head(torch.zeros(16, 8)), torch.zeros(2, 3, 4, dtype=torch.int32)
+        states = torch.zeros_like(hidden) if kind == "kl" else None
+        counted = torch.zeros(9, dtype=torch.long)
+        block_loss(hidden, head, labels, weights, kind, states, counted).total.backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(NotImplementedError):
+            block_loss(hidden, head, labels, weights, kind, states)
 
 
 def test_g9_g10_small_updates_add_up_in_float32() -> None:
