@@ -35,6 +35,13 @@ class Rope(nn.Module):
         self.scaling = float(library.attention_scaling)
         self.register_buffer("inverse", library.inv_freq.float(), persistent=False)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Rope":
+        """Goes to other devices, never to another dtype: rounded frequencies are other positions."""
+        exact = self.inverse
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inverse = exact.to(self.inverse.device)
+        return self
+
     def forward(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n 2 D/2"]:
         """cos and sin of position · inverse frequency, float32 whatever the autocast."""
         with torch.autocast(positions.device.type, enabled=False):

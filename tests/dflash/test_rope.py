@@ -77,6 +77,14 @@ def test_angles_are_float32_whatever_the_autocast(autocast: bool) -> None:
     torch.testing.assert_close(angles[:, 1].double(), exact.sin(), rtol=0, atol=4e-4)
 
 
+def test_a_module_in_bfloat16_keeps_its_positions() -> None:
+    positions = torch.tensor([0, 1, 3071])
+    exact = rope("default")
+    assert torch.equal(rope("default").to(torch.bfloat16)(positions), exact(positions))
+    assert torch.equal(rope("default").double().inverse, exact.inverse)
+    assert exact.to("meta").inverse.device.type == "meta"
+
+
 def test_products_depend_on_the_distance_alone_and_lengths_are_kept() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, D, dtype=torch.float64), torch.randn(1, D, dtype=torch.float64)
