@@ -29,3 +29,16 @@ def test_until_time_ends_after_a_step_with_a_checkpoint(make_run: Callable[..., 
     tiny.run(["train", run, "--tokens", tokens, "--until-time", str(time.time() - 1)], run / "log")
     assert trained(run)["steps"] == 1
     assert Path(trained(run)["checkpoint"]).name == "epoch-000-step-000001"
+
+
+def test_stop_after_s_ends_a_start_and_the_next_goes_on(make_run: Callable[..., Path], tokens: Path) -> None:
+    run, whole = make_run("timed", stop_after_s=1e-6), make_run("whole")
+    tiny.run(["train", whole, "--tokens", tokens], whole / "log")
+    for start in (1, 2):
+        tiny.run(["train", run, "--tokens", tokens], run / "log")
+        assert (trained(run)["steps"], trained(run)["finished"]) == (start, False)
+    config = json.loads((run / "config.json").read_text())
+    config["training"]["stop_after_s"] = None
+    (run / "config.json").write_text(json.dumps(config))
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    tiny.assert_equal(run, whole)
