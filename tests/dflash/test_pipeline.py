@@ -151,6 +151,14 @@ def test_leased_memory_goes_back_after_its_last_reader(tokens: Path) -> None:
     assert not item.batch.ids.numel(), "nobody behind the target can read it"
 
 
+def test_counted_slots_are_numbered_where_the_weights_are_made(tokens: Path) -> None:
+    plan = new_plan(tokens)
+    for position, row_ids in islice(plan.micro_batches(0, 0, 1), 5):
+        batch = plan.make_batch(position, row_ids, Buffers(plan.buffer_tokens))
+        assert 0 < batch.counted.numel() < batch.weights.numel()
+        assert torch.equal(batch.counted, torch.nonzero(batch.weights.flatten()).squeeze(1))
+
+
 def fail(error: BaseException) -> Callable[[], None]:
     def wait() -> None:
         raise error
