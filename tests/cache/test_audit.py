@@ -73,6 +73,13 @@ def test_manifest_is_of_the_rows_that_are_kept(prepare: Prepare) -> None:
     assert manifest.answers_a_row == ((1, 2),)
 
 
+def test_a_window_that_begins_inside_an_answer_holds_one(prepare: Prepare) -> None:
+    manifest = prepare([talk("u:hi", "a:" + "y" * 20, "u:hi", "a:ok")], max_tokens=10, overflow="split").manifest
+    # 5 + 21 + 5 + 3 tokens: 5 of the first window, 10 and 6 of the next two, and 3 of the last four.
+    assert manifest.supervised_shares == ((5, 1), (6, 1), (8, 1), (10, 1))
+    assert manifest.answers_a_row == ((1, 4),)
+
+
 def test_inspect_shows_the_audit(prepare: Prepare, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(prepare(MIXED).path)]) == 0
     shown = capsys.readouterr().out

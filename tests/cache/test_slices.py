@@ -1,5 +1,6 @@
 """What is tokenised again and what is not: by edits, deaths and damage, with slices of four rows."""
 
+import fcntl
 import json
 import logging
 import os
@@ -113,8 +114,12 @@ def test_slices_give_the_bytes_of_an_uncut_source(
     assert cut.source_row.tolist() == list(range(10))
 
 
+@pytest.mark.parametrize("slice_rows", [4, 1000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_name_the_row_of_the_file_whatever_slice_it_is_in(kind: str, tmp_path: Path, tokenised: Any) -> None:
+def test_errors_name_the_row_of_the_file_whatever_slice_it_is_in(
+    kind: str, slice_rows: int, tmp_path: Path, tokenised: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuts, "SLICE_ROWS", slice_rows)
     rows = [conversation(f"q{i}", "yes" if i == 8 else "no") for i in range(10)]
     source = source_of(kind, tmp_path, rows)
     name = {"jsonl": "line 9", "blanks": "line 25", "mapping": "row 1"}.get(kind, "row 8")
@@ -255,6 +260,38 @@ def test_builders_at_once_make_each_slice_once(tmp_path: Path, tokenised: Any, m
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
     assert sorted(tokenised()) == [2, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_builder_does_not_wait_while_there_is_something_else_to_make(tmp_path: Path, tokenised: Any) -> None:
+    source = put(tmp_path / "chat.jsonl", talks(10))
+    cached(tmp_path / "home", source)
+    tokenised()
+    first, second, _ = stored(tmp_path / "home")
+    for path in (first, second):
+        path.unlink()
+    lock = tmp_path / "home/tokens/.slices/.locks" / first.stem
+    child = os.fork()
+    if child == 0:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            deadline = time.monotonic() + 20
+            while not second.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os._exit(0 if second.exists() and not first.exists() else 1)
+    while _is_free(lock):
+        time.sleep(0.01)
+    cached(tmp_path / "home", source, max_tokens=9)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(tokenised()) == 2
+
+
+def _is_free(lock: Path) -> bool:
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def test_a_file_that_changes_while_it_is_tokenised_leaves_no_slice(
