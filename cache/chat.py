@@ -78,11 +78,11 @@ class ChatTokenizer:
                 counts.dropped[str(refused)] += 1
                 counts.count(conversation.messages, "dropped")
                 continue
-            counts.count([conversation.messages[answer] for answer in conversation.answers], "supervised")
+            counts.messages["assistant", "supervised"] += len(conversation.answers)
             documents += found
             split_text += [conversation.split_text] * len(found)
         if not documents:
-            return Tokenised(_no_rows(), np.zeros(0, np.int64), [], dict(counts.dropped), 0, dict(counts.messages))
+            return Tokenised(_no_rows(), np.zeros(0, np.int64), [], dict(counts.dropped), 0, counts.by_role())
         encoded = self._speller.encode([document.pieces for document in documents])
         self._compare(documents, encoded, place)
         return Tokenised(
@@ -91,7 +91,7 @@ class ChatTokenizer:
             split_text,
             dict(counts.dropped),
             sum(len(document.spans) for document in documents),
-            dict(counts.messages),
+            counts.by_role(),
         )
 
     def _without_control(self, conversation: Conversation) -> Conversation:

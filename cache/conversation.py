@@ -39,10 +39,15 @@ class Counts:
 
     dropped: Counter[str]
     noted: Counter[str]
-    messages: Counter[str]  # by role and what became of them
+    messages: Counter[tuple[str, str]]  # by role and what became of them
 
     def count(self, messages: list[Message], fate: str) -> None:
-        self.messages.update(f"{message['role']}: {fate}" for message in messages)
+        for message in messages:
+            self.messages[message["role"], fate] += 1
+
+    def by_role(self) -> dict[str, int]:
+        """`role: what became of it` → number of messages."""
+        return {f"{role}: {fate}": number for (role, fate), number in self.messages.items()}
 
 
 def read_conversations(

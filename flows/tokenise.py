@@ -191,7 +191,14 @@ def _runner(dask: str) -> Iterator[tuple[Any, int]]:
             yield runner, WORKERS_OWN
         return
     workers = int(dask.removeprefix(LOCAL))
-    cluster = {"n_workers": workers, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    quiet = {"PREFECT_LOGGING_LEVEL": "WARNING"}  # a line a slice belongs on the pages, not on the terminal
+    cluster = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "memory_limit": 0,
+        "dashboard_address": None,
+        "env": quiet,
+    }
     with make(cluster_kwargs=cluster) as runner:
         yield runner, max(1, len(os.sched_getaffinity(0)) // workers)
 
