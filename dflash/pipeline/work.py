@@ -96,7 +96,7 @@ class Plan:
             )
             for b, (row, length) in enumerate(zip(row_ids, rows.lengths, strict=True))
         ]
-        count, most, slots = len(drawn), max(anchor.size for anchor in drawn), self._slots
+        count, most, slots = len(drawn), max(1, *(anchor.size for anchor in drawn)), self._slots
         anchor = np.zeros((count, most), dtype=np.int32)
         valid = np.zeros((count, most), dtype=bool)
         labels = np.zeros((count, most, slots), dtype=np.int32)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import tiny
@@ -157,6 +158,23 @@ def test_a_killed_rank_ends_the_other_and_one_goes_on_alone(
     assert json.loads((run / "error.json").read_text())["type"] == "StageFailed"
     tiny.run(["train", run, "--tokens", tokens], run / "log")
     assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
+
+
+def no_anchors() -> None:
+    """The second process finds no legal anchor in any of its rows."""
+    from dflash.pipeline import work
+
+    if os.environ["RANK"] == "1":
+        work.draw_anchors = lambda mask, **_: np.zeros(0, dtype=np.int64)
+
+
+def test_b4_a_rank_without_a_legal_anchor_holds_nobody_up(make_run: Callable[..., Path], tokens: Path) -> None:
+    run = make_run("anchorless", **SETTINGS)
+    assert [command.wait() for command in start_ranks(run, tokens, 2, no_anchors)] == [0, 0]
+    assert all(value.isfinite().all() for value in tiny.weights(run).values())
+    result = json.loads((run / "train.json").read_text())
+    assert result["finished"]
+    assert not result["skipped"], "the other process had some in every step"
 
 
 def test_a_signal_to_one_rank_stops_both_at_one_step(make_run: Callable[..., Path], tokens: Path) -> None:
