@@ -160,6 +160,28 @@ def test_a_killed_rank_ends_the_other_and_one_goes_on_alone(
     assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
 
 
+def short_timeout() -> None:
+    """A step's sums wait for 8 s instead of a minute; steps are slow."""
+    from dflash.pipeline import ranks
+
+    ranks._TIMEOUT = timedelta(seconds=8)
+    tiny.slow_steps()
+
+
+@slowly
+def test_a_rank_that_vanishes_without_a_word_ends_the_other(make_run: Callable[..., Path], tokens: Path) -> None:
+    """As a lost machine does: it is stopped, so its connections stay open."""
+    run = make_run("vanished", batches_per_step=3, epochs=40, checkpoint_every_steps=20)
+    first, second = start_ranks(run, tokens, 2, short_timeout)
+    tiny.wait_for(run / "checkpoints" / "epoch-003-step-000002")
+    os.kill(second.pid, signal.SIGSTOP)
+    try:
+        assert first.wait(60) == 1
+    finally:
+        second.process.kill()
+    assert json.loads((run / "error.json").read_text())["type"] == "StageFailed"
+
+
 def no_anchors() -> None:
     """The second process finds no legal anchor in any of its rows."""
     from dflash.pipeline import work
