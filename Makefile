@@ -3,7 +3,7 @@
 # make test-e2e     runs deployments on a server and worker of their own, and kills them
 # make test-ui      looks at a run in a real browser (needs chromium)
 # make screenshots  does the same and writes docs/flow-run.png
-# make test-kill    kills 30 training runs at random, and one of two torchrun nodes
+# make test-kill    kills 30 training runs at random, a rank and a node of torchrun
 # make check        format, lint, types, import contracts
 # make bench        runs the benchmarks
 # make setup        makes .venv; the targets above do it themselves
