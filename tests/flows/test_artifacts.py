@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from tiny_inputs import VOCABULARY
 
 from flows import artifacts
@@ -30,8 +31,8 @@ def sent(tree: dict[str, Any]) -> dict[str, Any]:
     state = full(**check_parameters(full.fn, tree), return_state=True)
     assert state.is_completed()
     with get_client(sync_client=True) as client:
-        run = state.state_details.flow_run_id
-        return {artifact.key: artifact for artifact in client.read_artifacts(limit=100) if artifact.flow_run_id == run}
+        this = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+        return {artifact.key: artifact for artifact in client.read_artifacts(flow_run_filter=this)}
 
 
 @pytest.mark.usefixtures("server")
