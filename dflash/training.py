@@ -202,8 +202,7 @@ class _Run:
         if self.monitor is None or self.evaluated == self.state.steps_total:
             return
         self.evaluated = self.state.steps_total
-        with self.pipeline.turn.taken():
-            tau = self.monitor.tau(self.trainer.drafter)
+        tau = self.monitor.tau(self.trainer.drafter)
         log.info("τ %.3f ± %.3f on held-out rows after %d steps", tau.value, tau.standard_error, self.state.steps_total)
         name = checkpoint.name_of(self.state)
         if self.ranks.leads:

@@ -6,11 +6,12 @@ Waiting is on a condition, never a poll. Every wait is measured, which is all th
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Closed(Exception):
@@ -101,27 +102,11 @@ class Channel(Generic[T]):
         return len(self._items)
 
 
-class Turn:
-    """Stages that share one device take turns on it: side by side, their threads would fight for its cores."""
-
-    def __init__(self, shared: bool) -> None:
-        self._lock = threading.Lock() if shared else None
-
-    @contextmanager
-    def taken(self) -> Iterator[float]:
-        """Hold the device; gives the seconds waited for it."""
-        if self._lock is None:
-            yield 0.0
-            return
-        start = time.perf_counter()
-        with self._lock:
-            yield time.perf_counter() - start
-
-
 class Reorder(Generic[T]):
     """Items come in any order under their index and leave in index order: results do not depend on timing.
 
-    At most `capacity` indices ahead of the next one are held; the next one itself always finds room.
+    At most `capacity` indices ahead of the next one are held; the next one itself always finds room. The thread that
+    takes can be asked to do others' work while it has nothing to take.
     """
 
     def __init__(self, capacity: int, stop: Stop) -> None:
@@ -129,8 +114,9 @@ class Reorder(Generic[T]):
         self._next = 0
         self._capacity = capacity
         self._stop = stop
-        self._filled, self._freed = stop.new_condition(), stop.new_condition()
+        self._filled, self._freed, self._answered = (stop.new_condition() for _ in range(3))
         self._end: int | None = None
+        self._errands: deque[Callable[[], None]] = deque()
 
     def put(self, index: int, item: T) -> float:
         """Add the item of an index when it is near enough; seconds blocked."""
@@ -140,16 +126,49 @@ class Reorder(Generic[T]):
             self._filled.notify_all()
             return blocked
 
-    def take(self) -> tuple[T, float]:
-        """The next item in order and the seconds starved for it. Raises Closed past the end."""
+    def take(self) -> tuple[T, float, float]:
+        """The next item in order, the seconds starved for it, and those spent on others' work until it came.
+
+        What there is to take comes before what others ask for. Raises Closed past the end.
+        """
+        starved = spent = 0.0
+        while True:
+            with self._stop.lock:
+                starved += self._stop.wait(self._filled, lambda: self._is_next() or bool(self._errands))
+                if self._next == self._end:
+                    raise Closed
+                if self._is_next():
+                    item = self._items.pop(self._next)
+                    self._next += 1
+                    self._freed.notify_all()
+                    return item, starved, spent
+                errand = self._errands.popleft()
+            start = time.perf_counter()
+            errand()
+            spent += time.perf_counter() - start
+
+    def ask(self, work: Callable[[], R]) -> tuple[R, float]:
+        """Let the thread that takes do `work`: what it returned or raised, and the seconds until it began."""
+        done: Future[tuple[R, float]] = Future()
+        asked = time.perf_counter()
+
+        def errand() -> None:
+            waited = time.perf_counter() - asked
+            try:
+                done.set_result((work(), waited))
+            except Exception as error:
+                done.set_exception(error)
+            with self._stop.lock:
+                self._answered.notify_all()
+
         with self._stop.lock:
-            starved = self._stop.wait(self._filled, lambda: self._next in self._items or self._next == self._end)
-            if self._next == self._end:
-                raise Closed
-            item = self._items.pop(self._next)
-            self._next += 1
-            self._freed.notify_all()
-            return item, starved
+            self._errands.append(errand)
+            self._filled.notify_all()
+            self._stop.wait(self._answered, done.done)
+        return done.result()
+
+    def _is_next(self) -> bool:
+        return self._next in self._items or self._next == self._end
 
     def end(self, index: int) -> None:
         """`index` and later ones will not come."""

@@ -11,7 +11,7 @@ from cache.gather import Buffers
 from dflash.batch import FeatureBatch, Position
 from dflash.errors import DflashError, StageFailed
 from dflash.features import FeatureStore
-from dflash.pipeline.channel import Channel, Closed, Reorder, Stop, Turn
+from dflash.pipeline.channel import Channel, Closed, Reorder, Stop
 from dflash.pipeline.device import Lane, free_buffers, new_buffers
 from dflash.pipeline.ranks import ALONE, Ranks
 from dflash.pipeline.stages import HasFeatures, Leased, Trains, read, run_target, train
@@ -58,7 +58,6 @@ class Pipeline:
         self._stop = Stop()
         self._first_epoch_over, self._over = False, self._stop.new_condition()
         self._clocks = {"read": [Clock()], "target": [Clock() for _ in targets], "train": [Clock()]}
-        self.turn = Turn(shared=self.shares_cores)
         self._watchdog = Watchdog(self._clocks, self._stop, hang_s, last_resort)
         self._leases = 2 * len(targets) + 2
         self._free: Channel[Buffers] = Channel(self._leases, self._stop)
@@ -67,7 +66,7 @@ class Pipeline:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether target and drafter run on the same CPU cores, and so take turns."""
+        """Whether target and drafter run on the same CPU cores, and so take turns in one thread."""
         return self._trainer.device.type == "cpu" and any(t.devices[0].type == "cpu" for t in self._targets)
 
     def stages(self) -> dict[str, dict[str, float]]:
@@ -98,7 +97,16 @@ class Pipeline:
 
         def worker(target: HasFeatures, clock: Clock) -> None:
             lane = Lane(target.devices, self._trainer.device)
-            run_target(target, self._features, lane, self.turn, self._to_target, self._free, self._to_train, clock)
+            run_target(
+                target,
+                self._features,
+                lane,
+                self._to_target,
+                self._free,
+                self._to_train,
+                clock,
+                shares_cores=self.shares_cores,
+            )
 
         def stepped(report: PendingReport) -> bool:
             go_on = on_step(report)
@@ -112,7 +120,7 @@ class Pipeline:
         self._watchdog.start()
         try:
             steps = self._plan.work(epoch, step, end)
-            train(self._trainer, steps, self._to_train, self.turn, clocks["train"][0], stepped)
+            train(self._trainer, steps, self._to_train, clocks["train"][0], stepped)
         except Closed:
             pass
         except BaseException as error:

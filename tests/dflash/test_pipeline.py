@@ -211,23 +211,26 @@ def release() -> Iterator[threading.Event]:
 
 def test_a_hung_target_ends_the_run(tokens: Path, release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_run, "_JOIN_S", 0.1)
+    monkeypatch.setattr(Pipeline, "shares_cores", False)  # on a device of its own
     hung = FakeTarget(release.wait)
     with pytest.raises(StageFailed, match="stage target hangs: no stage has finished anything"):
         Pipeline(new_plan(tokens), FakeTrainer(), [hung], hang_s=0.3).run(0, 0, 1, lambda _: True)
 
 
-def test_a_hung_trainer_is_a_case_for_the_last_resort(tokens: Path, release: threading.Event) -> None:
+@pytest.mark.parametrize("stage", ["target", "train"])
+def test_what_hangs_in_the_trainers_thread_is_a_case_for_the_last_resort(
+    stage: str, tokens: Path, release: threading.Event
+) -> None:
     called: list[BaseException] = []
 
     def last_resort(error: BaseException) -> None:  # ends the process in earnest; here it frees the trainer
         called.append(error)
         release.set()
 
-    trainer = FakeTrainer(release.wait)
-    with pytest.raises(StageFailed, match="stage train hangs"):
-        Pipeline(new_plan(tokens), trainer, [FakeTarget()], hang_s=0.3, last_resort=last_resort).run(
-            0, 0, 1, lambda _: True
-        )
+    trainer = FakeTrainer(release.wait) if stage == "train" else FakeTrainer()
+    target = FakeTarget(release.wait) if stage == "target" else FakeTarget()
+    with pytest.raises(StageFailed, match=f"stage {stage} hangs"):
+        Pipeline(new_plan(tokens), trainer, [target], hang_s=0.3, last_resort=last_resort).run(0, 0, 1, lambda _: True)
     assert len(called) == 1
 
 
@@ -235,6 +238,19 @@ def test_a_slow_run_is_no_hang(tokens: Path) -> None:
     trainer = FakeTrainer(lambda: time.sleep(0.1))
     Pipeline(new_plan(tokens), trainer, [FakeTarget()], hang_s=0.4).run(0, 0, 1, lambda _: len(trainer.steps) < 8)
     assert len(trainer.steps) == 8
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_target_on_the_trainers_cores_computes_in_its_thread(
+    shared: bool, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pipeline, "shares_cores", shared)
+    threads: set[int] = set()
+    targets = [FakeTarget(lambda: threads.add(threading.get_ident())) for _ in range(2)]
+    trainer = FakeTrainer()
+    Pipeline(new_plan(tokens), trainer, targets).run(0, 0, 1, lambda _: True)
+    assert len(trainer.seen) > 2
+    assert (threads == {threading.get_ident()}) is shared
 
 
 class Quiet(FakeTrainer):
