@@ -97,6 +97,8 @@ def replicas(names: Sequence[str]) -> list[Replica]:
     Raises ConfigMismatch for a device that is not there, or is named for several replicas.
     """
     found = [tuple(_device(part.strip()) for part in name.split("+")) for name in names]
+    if len({device.type for replica in found for device in replica}) > 1:
+        raise ConfigMismatch(f"target.devices={list(names)}: expected devices of one kind, all GPUs or all cpu.")
     taken = [device for replica in found for device in replica if device.type == "cuda"]
     if len(taken) != len(set(taken)) or not found:
         raise ConfigMismatch(

@@ -75,14 +75,14 @@ def decide(
         return devices, devices.to_json()
     count = ranks.local_size * (len(devices.targets) + 1)  # of the machine: the drafter's is no target's yet
     facts = {"target_s": seconds.target, "drafter_s": seconds.train}
-    if _fits(target, devices.drafter):
+    if _fits(target, devices.drafter, trainer.claim_bytes):
         devices = devices.decided(**facts)
     return devices, devices.to_json() | facts | {"best_processes": best_processes(count, **facts)}
 
 
-def _fits(target: Target, device: torch.device) -> bool:
-    """Whether a device has room for what the target and its work hold on its own."""
-    return device.type != "cuda" or torch.cuda.max_memory_reserved(target.device) <= free_bytes(device)
+def _fits(target: Target, device: torch.device, claim_bytes: int) -> bool:
+    """Whether a device has room for what the target and its work hold on its own, beside what is claimed already."""
+    return device.type != "cuda" or torch.cuda.max_memory_reserved(target.device) <= free_bytes(device) - claim_bytes
 
 
 def _wait(device: torch.device) -> None:

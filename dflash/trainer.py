@@ -92,6 +92,12 @@ class Trainer:
         self.forget()
         return PendingReport.of(at, lr, values)
 
+    @property
+    def claim_bytes(self) -> int:
+        """Memory that the optimizer takes with its first step: two moments a weight."""
+        held = sum(2 * parameter.numel() * parameter.element_size() for parameter in self.drafter.parameters())
+        return 0 if self.optimizer.state else held
+
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts by parameter name, for a checkpoint."""
         tensors = {}

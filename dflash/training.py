@@ -120,7 +120,7 @@ class _Run:
         flush = self.features.flush if self.features is not None else lambda: None
         self.writer = Writer(opened.run.checkpoints, self.training.keep, flush)
         item_bytes = self.plan.buffer_tokens * opened.feature_width * 2
-        ahead = capacity(item_bytes, free_bytes(devices.drafter) // 4)
+        ahead = capacity(item_bytes, (free_bytes(devices.drafter) - self.trainer.claim_bytes) // 4)
         log.info("at most %d micro-batches wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
         self.pipeline = Pipeline(
             self.plan,
@@ -134,7 +134,6 @@ class _Run:
         )
         watched = self.training.evaluate_every_steps is not None
         self.monitor = Monitor(opened, self.targets[0], ends, ranks) if watched else None
-        self.evaluated = self.state.steps_total  # after how many steps τ was last measured
         self.pending: deque[PendingReport] = deque()
         self.stop = False
         self.stop_step: int | None = None  # the first step whose processes were asked to stop
@@ -142,7 +141,7 @@ class _Run:
     def run(self) -> None:
         """Train to the end of this run's part and write train.json."""
         start, run, epochs = self.state, self.opened.run, self.training.epochs
-        end = min(epochs, epochs if self.until.epoch is None else self.until.epoch)
+        self.end = min(epochs, epochs if self.until.epoch is None else self.until.epoch)
         if self.ranks.leads:
             run.rewind_metrics(start.epoch, start.step)
             self.curves = Curves(run.path / "tensorboard", start.steps_total)
@@ -153,13 +152,12 @@ class _Run:
         at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
         log.info("training from %s", at)
         self.progress = Progress(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
+        self.ranks.wait()  # a step's sums do not wait for one that is still loading
         self.lined = self.stepped = self.saved = time.monotonic()
         try:
-            self.pipeline.run(start.epoch, start.step, end, self._on_step)
+            self.pipeline.run(start.epoch, start.step, self.end, self._on_step)
             self._settle(0)
             self._refuse_nothing()
-            if not self.stop:
-                self._evaluate()
             self._save()
         finally:
             done = self.writer.finish()
@@ -168,8 +166,8 @@ class _Run:
             stages = self.pipeline.stages()
             run.write("train.json", result(self.opened, done, self.resumed, stages, self.pipeline.shares_cores))
             run.record("end", epoch=self.state.epoch, step=self.state.step, stopped=self.stop)
-        signalled = self.stopping.is_set() or (self.stop and not self._late())  # maybe another process was
-        if signalled and self.state.epoch < epochs:
+        # All end alike: torchrun takes processes that do not for a failure.
+        if any(self.ranks.gather(self.stopping.is_set())) and self.state.epoch < epochs:
             raise Interrupted
 
     def _on_step(self, pending: PendingReport) -> bool:
@@ -181,7 +179,10 @@ class _Run:
         self.pending.append(pending)
         done = self.state.steps_total + len(self.pending)
         training = self.training
-        evaluated = training.evaluate_every_steps is not None and done % training.evaluate_every_steps == 0
+        at = pending.at
+        ends = (at.epoch + 1, at.step + 1) == (self.end, at.steps_in_epoch)
+        every = training.evaluate_every_steps
+        evaluated = every is not None and (ends or done % every == 0)  # before the position's one checkpoint
         due = evaluated or done % training.checkpoint_every_steps == 0
         overdue = time.monotonic() - self.saved >= training.checkpoint_every_s and not self.writer.busy
         self._settle(0 if due or overdue or done % training.log_every_steps == 0 else 1)
@@ -198,10 +199,8 @@ class _Run:
         return not self.stop
 
     def _evaluate(self) -> None:
-        """Measure τ where none was; the checkpoint that is written next may be the best one."""
-        if self.monitor is None or self.evaluated == self.state.steps_total:
-            return
-        self.evaluated = self.state.steps_total
+        """Measure τ; the checkpoint that is written next may be the best one."""
+        assert self.monitor is not None
         tau = self.monitor.tau(self.trainer.drafter)
         log.info("τ %.3f ± %.3f on held-out rows after %d steps", tau.value, tau.standard_error, self.state.steps_total)
         name = checkpoint.name_of(self.state)

@@ -149,7 +149,7 @@ class Reorder(Generic[T]):
 
     def ask(self, work: Callable[[], R]) -> tuple[R, float]:
         """Let the thread that takes do `work`: what it returned or raised, and the seconds until it began."""
-        done: Future[tuple[R, float]] = Future()
+        done: Future[tuple[R, float]] = Future()  # waited for under `Stop`, which must be able to end the wait
         asked = time.perf_counter()
 
         def errand() -> None:

@@ -67,7 +67,7 @@ class Pipeline:
     @property
     def shares_cores(self) -> bool:
         """Whether target and drafter run on the same CPU cores, and so take turns in one thread."""
-        return self._trainer.device.type == "cpu" and any(t.devices[0].type == "cpu" for t in self._targets)
+        return self._trainer.device.type == self._targets[0].devices[0].type == "cpu"
 
     def stages(self) -> dict[str, dict[str, float]]:
         """Shares of time by stage so far."""

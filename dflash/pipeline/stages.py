@@ -92,14 +92,13 @@ def run_target(
     while True:
         leased, starved = source.take()
 
-        def compute(ids: Tensor, batch: TrainBatch = leased.batch) -> Tensor:
+        def carry(batch: TrainBatch = leased.batch, buffers: Buffers = leased.buffers) -> FeatureBatch:
             clock.begin()
-            return batch_features(target, features, batch, ids)
+            compute = partial(batch_features, target, features, batch)
+            return lane.carry(batch, compute, watch, partial(free.put, buffers))
 
-        carry = partial(lane.carry, leased.batch, compute, watch, partial(free.put, leased.buffers))
-        is_kept = features is not None and features.has(
-            leased.batch.row_ids
-        )  # read from disk: the device is not needed
+        # Features that are kept come from the disk: no core is needed for them.
+        is_kept = features is not None and features.has(leased.batch.row_ids)
         item, waited = output.ask(carry) if shares_cores and not is_kept else (carry(), 0.0)
         clock.rest()
         blocked = waited + output.put(leased.order, item)

@@ -8,7 +8,7 @@ SHARES = ("busy", "starved", "blocked")
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of one stage so far; written by its own thread, read by any."""
+    """Seconds of one stage so far; written by one thread at a time, read by any."""
 
     busy: float = 0.0
     starved: float = 0.0

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,15 @@ def test_f16_orders_differ_between_epochs_and_not_between_runs(tokens: Path) -> 
     assert rows_in_order(one, 0, 0, 2) == rows_in_order(other, 0, 0, 2)
 
 
+@pytest.fixture(params=[True, False], ids=["shared", "apart"])
+def arrangement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Targets on the trainer's cores, or on devices of their own."""
+    shared: bool = request.param
+    monkeypatch.setattr(Pipeline, "shares_cores", shared)
+    return shared
+
+
+@pytest.mark.usefixtures("arrangement")
 def test_the_trainer_sees_index_order_whatever_the_timing(tokens: Path) -> None:
     random = np.random.default_rng(0)
     pause = [float(s) for s in random.exponential(0.002, 500)]
@@ -170,6 +180,7 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()} & {"read", "target", "watchdog", "checkpoint"}
 
 
+@pytest.mark.usefixtures("arrangement")
 @pytest.mark.parametrize("stage", ["read", "target", "train"])
 def test_a_failure_ends_the_run_with_its_stage_and_cause(
     stage: str, tokens: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,11 +200,13 @@ def test_a_failure_ends_the_run_with_its_stage_and_cause(
     assert not threads()
 
 
+@pytest.mark.usefixtures("arrangement")
 def test_errors_of_this_project_come_as_they_are(tokens: Path) -> None:
     with pytest.raises(ConfigMismatch):
         Pipeline(new_plan(tokens), FakeTrainer(), [FakeTarget(fail(ConfigMismatch("no")))]).run(0, 0, 1, lambda _: True)
 
 
+@pytest.mark.usefixtures("arrangement")
 def test_a_stop_leaves_no_thread(tokens: Path) -> None:
     trainer = FakeTrainer()
     Pipeline(new_plan(tokens), trainer, [FakeTarget(), FakeTarget()]).run(0, 0, 3, lambda _: len(trainer.steps) < 4)
@@ -240,17 +253,24 @@ def test_a_slow_run_is_no_hang(tokens: Path) -> None:
     assert len(trainer.steps) == 8
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_target_on_the_trainers_cores_computes_in_its_thread(
-    shared: bool, tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Pipeline, "shares_cores", shared)
+def test_a_target_on_the_trainers_cores_computes_in_its_thread(arrangement: bool, tokens: Path) -> None:
     threads: set[int] = set()
     targets = [FakeTarget(lambda: threads.add(threading.get_ident())) for _ in range(2)]
     trainer = FakeTrainer()
     Pipeline(new_plan(tokens), trainer, targets).run(0, 0, 1, lambda _: True)
     assert len(trainer.seen) > 2
-    assert (threads == {threading.get_ident()}) is shared
+    assert (threads == {threading.get_ident()}) is arrangement
+
+
+def test_times_of_every_stage_add_up_to_the_run(arrangement: bool, tokens: Path) -> None:
+    target, trainer = FakeTarget(lambda: time.sleep(0.003)), FakeTrainer(lambda: time.sleep(0.001))
+    pipeline = Pipeline(new_plan(tokens), trainer, [target])
+    start = time.perf_counter()
+    pipeline.run(0, 0, 1, lambda _: True)
+    wall = time.perf_counter() - start
+    train = pipeline._clocks["train"][0]
+    assert wall * 0.7 < train.busy + train.starved + train.blocked <= wall
+    assert train.starved < 0.5 * wall if arrangement else train.blocked == 0
 
 
 class Quiet(FakeTrainer):
@@ -313,9 +333,34 @@ def test_the_reorder_buffer_holds_few_but_always_the_next() -> None:
     reorder.put(1, "b")
     late = threading.Thread(target=reorder.put, args=(2, "c"))
     late.start()
+    late.join(0.05)
+    assert late.is_alive(), "blocked until there is room"
     reorder.put(0, "a")
     assert [reorder.take()[0] for _ in range(3)] == ["a", "b", "c"]
     late.join()
     reorder.end(3)
     with pytest.raises(Closed):
         reorder.take()
+
+
+def test_what_there_is_to_take_comes_before_what_others_ask_for() -> None:
+    reorder: Reorder[str] = Reorder(2, Stop())
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(reorder.ask, threading.get_ident)
+        while not reorder._errands:
+            time.sleep(0.001)
+        reorder.put(0, "a")
+        assert reorder.take() == ("a", 0.0, 0.0)
+        assert not asked.done()
+        threading.Timer(0.05, reorder.put, (1, "b")).start()
+        assert reorder.take()[0] == "b"
+        assert asked.result()[0] == threading.get_ident()
+
+
+def test_work_that_is_still_asked_for_ends_with_the_run() -> None:
+    stop = Stop()
+    reorder: Reorder[str] = Reorder(2, stop)
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(reorder.ask, lambda: 1)
+        stop.stop()
+        assert isinstance(asked.exception(), Closed)

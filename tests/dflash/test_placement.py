@@ -112,7 +112,7 @@ def test_named_replicas_are_dealt_and_the_drafter_takes_a_free_device(gpus: Call
         place(config, Ranks(2, 3, 2, 3))
 
 
-@pytest.mark.parametrize("names", [["cuda:0+cuda:9"], ["cuda:0", "cuda:0+cuda:1"], ["cuda:0+"], []])
+@pytest.mark.parametrize("names", [["cuda:0+cuda:9"], ["cuda:0", "cuda:0+cuda:1"], ["cuda:0+"], [], ["cuda:0", "cpu"]])
 def test_names_that_cannot_be_are_refused(gpus: Callable[[int], None], names: list[str]) -> None:
     gpus(4)
     with pytest.raises(ConfigMismatch, match=r"target\.devices"):

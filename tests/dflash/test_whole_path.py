@@ -91,6 +91,14 @@ def test_g8_evaluation_on_the_way_changes_nothing_and_keeps_the_best(
     assert kept == {"epoch-000-step-000000", best["checkpoint"], "epoch-004-step-000000"}
 
 
+def test_the_last_position_is_measured_before_its_checkpoint(make_run: MakeRun, tokens: Path) -> None:
+    run = make_run("last", epochs=1, checkpoint_every_steps=1, evaluate_every_steps=999)
+    tiny.run(["train", run, "--tokens", tokens], run / "log")
+    trained = json.loads((run / "train.json").read_text())
+    assert trained["best"]["checkpoint"] == "epoch-001-step-000000"
+    assert json.loads((run / "checkpoints/epoch-001-step-000000/state.json").read_text())["best"] == trained["best"]
+
+
 def test_a_finished_run_trains_nothing(uninterrupted: Path, tokens: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (uninterrupted / "checkpoints").rglob("*")}
     tiny.run(["train", uninterrupted, "--tokens", tokens], uninterrupted / "log")
