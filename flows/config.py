@@ -4,6 +4,7 @@ Nothing here imports Prefect: a wrong field is found before anything slow happen
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -11,11 +12,10 @@ from pydantic import ConfigDict, Field
 
 from cache.config import RowsConfig
 from dflash.config import RunConfig, TargetConfig
+from flows.errors import BadParameter
 
-Name = Annotated[
-    str,
-    Field(description="name of the run; its directory is <home>/runs/<name>", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # never "", ".." or a path: names become directories, also to be deleted
+Name = Annotated[str, Field(description="name of the run; its directory is <home>/runs/<name>", pattern=NAME_PATTERN)]
 Home = Annotated[
     str | None,
     Field(description="directory of all data; null: $DFLASH_HOME, or var/ in the repository"),
@@ -75,6 +75,11 @@ def resolve_home(home: str | None) -> Path:
 
 
 def run_directory(name: str, home: str | None) -> Path:
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise BadParameter(
+            f"{name!r} is no name of a run. Give one of letters, digits, '.', '_' and '-', a letter or digit first, "
+            "as in <home>/runs."
+        )
     return resolve_home(home) / "runs" / name
 
 

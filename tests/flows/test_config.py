@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import Parameters, repository, resolve_home
+from flows.config import Parameters, repository, resolve_home, run_directory
+from flows.deployments import check_parameters
+from flows.errors import BadParameter
+from flows.evaluate import evaluate
+from flows.export import export
+from flows.full import full
+from flows.regenerate import regenerate
+from flows.train import train
 
 
 def parameters(**changes: object) -> Parameters:
@@ -60,3 +67,12 @@ def test_resolving_twice_changes_nothing() -> None:
     assert once.resolved() == once
     assert once.export.path == str(repository() / "out")
     assert once.run_directory == repository() / "var/runs/x"
+
+
+@pytest.mark.parametrize("name", ["", "..", "/x", "a/../..", ".hidden"])
+def test_name_leads_out_of_the_runs_from_nowhere(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match="no name of a run"):
+        run_directory(name, str(tmp_path))
+    for flow in (train, evaluate, export, full, regenerate):
+        with pytest.raises(BadParameter, match="name: String should match pattern"):
+            check_parameters(flow.fn, {"name": name})
