@@ -43,8 +43,7 @@ def main(arguments: list[str]) -> int:
         console.print(f"{size / 1e9:8.2f} GB  {len(slices)} slices in {slices[0].parent}", markup=False, soft_wrap=True)
     if not options.dry_run:
         for path in slices:
-            path.unlink(missing_ok=True)
-            (path.parent / ".locks" / path.stem).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # not its lock, which a builder may have opened just now
     verb = "would be deleted" if options.dry_run else "deleted"
     console.print(f"{len(unneeded)} directories and {len(slices)} slices {verb}.")
     return 0
