@@ -37,6 +37,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 
+CHAT_FILES = ("tokenizer", "template")  # parts of a key: hashes of files by which conversations are tokenised
+
 # Words, digits, blanks, a newline, letters outside ASCII, and a surrogate pair: what tokenizers differ in.
 PROBE = "The 12 quick foxes' naïve  test:\n\t日本語 😀 <|im_start|> 3.14159"
 
@@ -65,9 +67,8 @@ def content_key(
     parts = {
         "layout": str(LAYOUT_VERSION),
         "source": hash_table(data, rows) if data is not None else hash_parts(find_parts(rows), sidecar),
-        "tokenizer": _hash_tokenizer(tokenizer),
         "probe": ",".join(str(i) for i in probe_ids(tokenizer)),
-        "template": _hash_file(Path(rows.template)) if rows.template else "the tokenizer's own",
+        **hash_chat_files(rows, tokenizer),
         "template_arguments": canonical(rows.template_arguments).decode(),
         "rules": canonical(policies).decode(),
         "vocabulary": str(resolve_vocabulary(rows, tokenizer, vocabulary)),
@@ -82,13 +83,19 @@ def hash_recipe(parts: dict[str, str], layout: Layout, rows: RowsConfig) -> str:
     Lengths, the split, the vocabulary and `max_dropped` come later and are not in it.
     """
     recipe = {
-        **{name: parts[name] for name in ("tokenizer", "probe", "template", "template_arguments")},
+        **{name: parts[name] for name in (*CHAT_FILES, "probe", "template_arguments")},
         "columns": asdict(layout),
         "groups": None if rows.groups is None else sorted(rows.groups),
         "supervise": rows.supervise,
         "code": tokenising_code(),
     }
     return xxhash.xxh3_128_hexdigest(canonical(recipe))
+
+
+def hash_chat_files(rows: RowsConfig, tokenizer: Path | None) -> dict[str, str]:
+    """The parts of a key that `CHAT_FILES` names."""
+    template = _hash_file(Path(rows.template)) if rows.template else "the tokenizer's own"
+    return dict(zip(CHAT_FILES, (_hash_tokenizer(tokenizer), template), strict=True))
 
 
 def tokenising_code() -> str:

@@ -23,7 +23,7 @@ from cache.cuts import Cut, cuts_of_part, cuts_of_table
 from cache.errors import BadSource, CacheCorrupt, CacheMismatch
 from cache.files import Part
 from cache.fingerprint import State, hash_file, state_of
-from cache.key import hash_recipe, sidecar_of, tokenising_code
+from cache.key import CHAT_FILES, hash_chat_files, hash_recipe, sidecar_of, tokenising_code
 from cache.lists import Place
 from cache.pieces import Piece, read_pieces, write_pieces
 from cache.reading import Chunk, InMemory, part_chunks, table_chunks
@@ -64,6 +64,7 @@ class Plan:
     directory: Path
     recipe: str  # hash of all that decides the tokens, but for the rows
     code: str  # hash of the modules that make them: a worker that runs others must not
+    chat_files: dict[str, str]  # hashes of tokenizer and template, as they are in the recipe
 
     def path(self, one: Slice) -> Path:
         return self.directory / f"{one.key}.arrow"
@@ -76,15 +77,21 @@ class Plan:
 def plan_slices(source: Source, rows: RowsConfig, tokenizer: Path | None, parts: dict[str, str], home: Path) -> Plan:
     """Cut the source; `parts` are those of its content key."""
     sidecar = sidecar_of(home)
-    if source.table is not None:
-        cuts = list(cuts_of_table(source.table, source.layout, parts["source"]))
-    else:
-        cuts = [c for part in source.parts for c in cuts_of_part(part, source.layout, lambda p: hash_file(p, sidecar))]
     recipe = hash_recipe(parts, source.layout, rows)
-    slices = tuple(
-        Slice(xxhash.xxh3_128_hexdigest(f"{recipe}:{cut.content}".encode()), cut, _states(cut.part)) for cut in cuts
-    )
-    return Plan(slices, source.layout, rows, tokenizer, home / "tokens" / ".slices", recipe, tokenising_code())
+
+    def named(cuts: Iterable[Cut], states: tuple[State, ...]) -> Iterator[Slice]:
+        for cut in cuts:
+            yield Slice(xxhash.xxh3_128_hexdigest(f"{recipe}:{cut.content}".encode()), cut, states)
+
+    slices: list[Slice] = []
+    if source.table is not None:
+        slices += named(cuts_of_table(source.table, source.layout, parts["source"]), ())
+    for part in source.parts:
+        states = _states(part)  # before its content is hashed: no later change goes by the hash of what was there
+        slices += named(cuts_of_part(part, source.layout, lambda path: hash_file(path, sidecar)), states)
+    directory = home / "tokens" / ".slices"
+    chat_files = {name: parts[name] for name in CHAT_FILES}
+    return Plan(tuple(slices), source.layout, rows, tokenizer, directory, recipe, tokenising_code(), chat_files)
 
 
 class Tokeniser:
@@ -196,12 +203,22 @@ def load_chat(plan: Plan) -> Tokenises:
         raise BadSource(f"{rows.source}: holds conversations, but no tokenizer was given. Set target.model.")
     from cache.chat import ChatTokenizer  # pulls torch in, which rows that came tokenised do without
 
-    return ChatTokenizer(
+    chat = ChatTokenizer(
         plan.tokenizer,
         template=rows.template,
         template_arguments=rows.template_arguments,
         supervise=rows.supervise,
     )
+    found = hash_chat_files(rows, plan.tokenizer)
+    changed = [name for name in CHAT_FILES if found[name] != plan.chat_files[name]]
+    if changed:
+        files = {"tokenizer": plan.tokenizer, "template": rows.template}
+        told = ", ".join(f"the {name} {files[name]}" for name in changed)
+        raise CacheMismatch(
+            f"{told}: changed since the slices were planned, expected the files that their keys are of. Run again once "
+            "nothing writes to them; Dask workers need the same files as the flow."
+        )
+    return chat
 
 
 @contextlib.contextmanager
