@@ -39,13 +39,13 @@ class Document:
 
 
 class AnswerFinder:
-    """`noted` counts what was found but dropped no row."""
+    """`noted` counts what was found but dropped no row. It learns from each conversation how to read the next ones."""
 
     def __init__(self, template: Template, stop_texts: tuple[str, ...], noted: Counter[str]) -> None:
         self._template = template
         self._stop_texts = stop_texts
         self._noted = noted
-        self._around: set[tuple[str, str]] = set()  # what the template was seen to write around an answer
+        self._around: dict[tuple[str, str], None] = {}  # what the template was seen to write around an answer, in order
         self._seen: set[Order] = set()
         self._shapes: dict[Order, Shape | None] = {}
         self._rewritten: set[Order] = set()  # orders of which each answer gets a row of its own
@@ -155,7 +155,7 @@ class AnswerFinder:
             return "", ""
         around = before[len(prompt) :], after[: max(0, after.find(stop))]
         if len(self._around) < MAX_AROUND:
-            self._around.add(around)
+            self._around[around] = None
         return around
 
     def _holds(self, message: Message, body: str, prompt: str) -> bool:

@@ -52,7 +52,6 @@ class ChatTokenizer:
             )
         self._supervise = supervise
         self.noted: Counter[str] = Counter()
-        self._num_documents = 0  # so far, over all batches
         self._template = load_template(self._tokenizer, tokenizer, template, template_arguments)
         self._speller = Speller(self._tokenizer.backend_tokenizer)
         self.vocabulary = self._speller.vocabulary
@@ -63,8 +62,13 @@ class ChatTokenizer:
         self._is_stop = np.zeros(self.vocabulary, dtype=bool)
         self._is_stop[list(found.stop_ids)] = True
         self._control = ControlText(set(found.control_texts))
-        self._finder = AnswerFinder(self._template, found.stop_texts, self.noted)
-        prove(self._template, self._finder)
+        prove(self._template, AnswerFinder(self._template, found.stop_texts, self.noted))
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was learnt from the batches so far, so that those of a slice alone decide what it becomes."""
+        self._finder = AnswerFinder(self._template, self._stop_texts, self.noted)
+        self._num_documents = 0
 
     def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised:
         """One batch of conversations as rows; one conversation may give several. `place` names a row in errors."""

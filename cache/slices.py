@@ -148,8 +148,9 @@ class Tokeniser:
             left.unlink(missing_ok=True)
         partial = path.with_name(f"{path.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
         try:
+            plan = self._plan
             write_pieces(
-                partial, pieces_of(self._chunks(one), self._plan.layout, self._plan.rows.groups, self._chat, told)
+                partial, pieces_of(self._chunks(one), one.first, plan.layout, plan.rows.groups, self._chat, told)
             )
             if _states(one.cut.part) != one.states:
                 raise BadSource(f"{one.first.file}: changed while it was read. Run again once nothing writes to it.")

@@ -26,11 +26,13 @@ Told = Callable[[int], None]  # of how many more rows of the source are done
 
 @runtime_checkable
 class Tokenises(Protocol):
-    """What `cache.chat.ChatTokenizer` does; `noted` grows with every batch."""
+    """What `cache.chat.ChatTokenizer` does; `noted` grows with every batch, `begin` forgets all else of them."""
 
     stop_ids: tuple[int, ...]
     turn_tokens: dict[str, int]
     noted: Counter[str]
+
+    def begin(self) -> None: ...
 
     def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised: ...
 
@@ -46,10 +48,19 @@ class Numbered(Place):
 
 
 def pieces_of(
-    chunks: Iterable[Chunk], layout: Layout, wanted: list[str] | None, chat: Tokenises, told: Told | None = None
+    chunks: Iterable[Chunk],
+    first: Place,
+    layout: Layout,
+    wanted: list[str] | None,
+    chat: Tokenises,
+    told: Told | None = None,
 ) -> Iterator[Piece]:
-    """All rows of the chunks, at least one piece; `wanted` names groups, None means all."""
-    gathered = _Gathered(layout, wanted, chat)
+    """All rows of the chunks, at least one piece; `first` is where the slice begins, maybe with lines that are blank.
+
+    `wanted` names groups, None means all.
+    """
+    chat.begin()
+    gathered = _Gathered(first, layout, wanted, chat)
     for chunk in chunks:
         gathered.take(chunk)
         if gathered.num_tokens >= PIECE_TOKENS:
@@ -62,9 +73,9 @@ def pieces_of(
 class _Gathered:
     """Rows on their way into a piece: batches that wait to be tokenised together, and rows that are tokens."""
 
-    def __init__(self, layout: Layout, wanted: list[str] | None, chat: Tokenises) -> None:
+    def __init__(self, first: Place, layout: Layout, wanted: list[str] | None, chat: Tokenises) -> None:
         self._layout, self._wanted, self._chat = layout, wanted, chat
-        self._first: Place | None = None  # of the slice
+        self._first = first
         self._begin()
 
     def _begin(self) -> None:
@@ -78,8 +89,6 @@ class _Gathered:
         self.num_tokens = 0
 
     def take(self, chunk: Chunk) -> None:
-        if self._first is None:
-            self._first = chunk.place
         group = self._groups.of(chunk.batch)
         wanted = self._groups.are_wanted(group, self._wanted)
         self._dropped["other_group"] += int(np.count_nonzero(~wanted))
@@ -95,7 +104,6 @@ class _Gathered:
     def _tokenise(self) -> None:
         if not self._waiting:
             return
-        assert self._first is not None
         batches, *numbers = zip(*self._waiting, strict=True)
         self._waiting = []
         row, line, group = (np.concatenate(part) for part in numbers)

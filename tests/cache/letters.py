@@ -24,6 +24,8 @@ class OneIdACharacter:
         self.calls: list[list[str]] = []  # the rows of each call, by name
         self.noted: Counter[str] = Counter()
 
+    def begin(self) -> None: ...
+
     def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised:
         self.calls.append([place(row) for row in range(batch.num_rows)])
         self.noted["shortened"] += 1
