@@ -86,7 +86,7 @@ class ChatTokenizer:
             documents += found
             split_text += [conversation.split_text] * len(found)
         if not documents:
-            return Tokenised(_no_rows(), np.zeros(0, np.int64), [], dict(counts.dropped), 0, counts.by_role())
+            return Tokenised(_no_rows(), np.zeros(0, np.int64), [], dict(counts.dropped), counts.by_role())
         encoded = self._speller.encode([document.pieces for document in documents])
         self._compare(documents, encoded, place)
         return Tokenised(
@@ -94,7 +94,6 @@ class ChatTokenizer:
             np.fromiter((document.index for document in documents), np.int64, len(documents)),
             split_text,
             dict(counts.dropped),
-            sum(len(document.spans) for document in documents),
             counts.by_role(),
         )
 

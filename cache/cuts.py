@@ -22,7 +22,7 @@ from cache.jsonl import codec_of
 from cache.readahead import MappedFile
 from cache.reading import InMemory, Range, arrow_batches, composed, open_arrow
 
-SLICE_BYTES = 1 << 24  # of text; a longer line is a slice of its own
+SLICE_BYTES = 1 << 24  # of text; a longer line ends with the block of so many that holds its end
 SLICE_ROWS = 20_000
 MOST_OF_A_GROUP = 8  # slices of one Parquet row group: each reads the group up to its own last row
 

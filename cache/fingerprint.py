@@ -7,6 +7,7 @@ clock is too coarse to show that it changed again.
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def state_of(path: Path) -> State:
     """What the file system says of a file; equal states of a settled file mean equal content."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
+
+
+def states_of(parts: Iterable[Part]) -> dict[Path, State]:
+    """Of every file of these parts."""
+    return {file.path: state_of(file.path) for part in parts for file in (*part.files, *part.indices)}
 
 
 def hash_parts(parts: list[Part], sidecar: Path) -> str:

@@ -68,12 +68,15 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """The pieces as views of the mapped file; raises `CacheCorrupt` where it is not what was written."""
+    """The pieces as views of the mapped file; raises `CacheCorrupt` at once where it is not what was written."""
     content = pa.memory_map(str(path)).read_buffer()
     size = content.size - DIGEST_BYTES
     if size < 0 or _digest(content.slice(0, size)) != content.slice(size).to_pybytes():
         raise CacheCorrupt(f"{path}: its {content.size} bytes do not have the checksum that stands behind them.")
-    stream = pa.ipc.open_stream(content.slice(0, size))
+    return _batches(pa.ipc.open_stream(content.slice(0, size)))
+
+
+def _batches(stream: pa.RecordBatchStreamReader) -> Iterator[Piece]:
     while True:
         try:
             batch, metadata = stream.read_next_batch_with_custom_metadata()

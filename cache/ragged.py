@@ -50,7 +50,6 @@ class Tokenised:
     row: Int64[ndarray, "R"]  # index into the batch of the conversation each row came from; not decreasing
     split_text: list[str] | None  # first user text of each row's conversation: what the held-out split hashes
     dropped: dict[str, int]  # reason → number of conversations of the batch
-    answers: int  # number of supervised answers in `tokens`
     messages: dict[str, int] = field(default_factory=dict)  # `role: what became of it` → number of messages
 
 

@@ -22,7 +22,7 @@ from cache.convert import StoredPiece
 from cache.cuts import Cut, cuts_of_part, cuts_of_table
 from cache.errors import BadSource, CacheCorrupt, CacheMismatch
 from cache.files import Part
-from cache.fingerprint import State, hash_file, state_of
+from cache.fingerprint import State, hash_file, states_of
 from cache.key import CHAT_FILES, hash_chat_files, hash_recipe, sidecar_of, tokenising_code
 from cache.lists import Place
 from cache.pieces import Piece, read_pieces, write_pieces
@@ -119,22 +119,22 @@ class Tokeniser:
 
     def pieces(self, one: Slice) -> Iterator[Piece]:
         """The rows of a slice. One that is gone is made, one that is damaged is made again, said aloud."""
+        yield from self._opened(one)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._plan.path(one))  # used: `python -m flows clean` keeps it
+
+    def _opened(self, one: Slice) -> Iterator[Piece]:
         path = self._plan.path(one)
-        done = 0
-        for is_last_try in (False, True):
-            try:
-                self.make(one)
-                for piece in _skip(read_pieces(path), done):
-                    yield piece
-                    done += 1
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(path)  # used: `python -m flows clean` keeps it
-                return
-            except (CacheCorrupt, FileNotFoundError) as error:
-                if is_last_try:
-                    raise
-                logger.warning("A slice of tokenised conversations is damaged and is made again. %s", error)
-                path.unlink(missing_ok=True)
+        self.make(one)
+        try:
+            return read_pieces(path)
+        except FileNotFoundError:
+            pass  # cleaned away since
+        except CacheCorrupt as error:
+            logger.warning("A slice of tokenised conversations is damaged and is made again. %s", error)
+            path.unlink(missing_ok=True)
+        self.make(one)
+        return read_pieces(path)
 
     def _make(self, one: Slice, path: Path, told: Told | None) -> None:
         if self._plan.code != tokenising_code():
@@ -238,11 +238,4 @@ def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
 
 def _states(part: Part | None) -> tuple[State, ...]:
     """Size and time of the files: inodes and devices differ between machines that share storage."""
-    files = (*part.files, *part.indices) if part is not None else ()
-    return tuple(state_of(file.path)[:2] for file in files)
-
-
-def _skip(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
-    for number, piece in enumerate(pieces):
-        if number >= count:
-            yield piece
+    return tuple(state[:2] for state in states_of([] if part is None else [part]).values())

@@ -8,7 +8,7 @@ import errno
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from cache.commit import Site, commit, locked, no_room, sweep
 from cache.config import RowsConfig
 from cache.convert import Converter, StoredPiece
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
-from cache.files import Part, find_parts
-from cache.fingerprint import State, state_of
+from cache.files import find_parts
+from cache.fingerprint import State, states_of
 from cache.key import ContentKey, content_key, hash_vocabulary, probe_ids
 from cache.lists import row_of
 from cache.manifest import LAYOUT_VERSION, Manifest, dtype_for
@@ -77,7 +77,7 @@ def build(
     `data` is a `pyarrow.Table` or `datasets.Dataset` to read instead of `rows.source`.
     """
     parts = [] if data is not None else find_parts(rows)
-    before = _states(parts)
+    before = states_of(parts)
     key = content_key(rows, tokenizer, vocabulary=vocabulary, data=data, home=home)
     site = Site.of(home, key.hex)
     if not _finished(site, rows):
@@ -150,7 +150,7 @@ def _make(
             except BaseException:
                 files.abandon()
                 raise
-        if _states(source.parts) != before:
+        if states_of(source.parts) != before:
             raise BadSource(f"{rows.source}: changed while it was read. Run again once nothing writes to it.")
         counts = converter.counts
         manifest = Manifest(
@@ -251,8 +251,3 @@ def _tokenizer_facts(tokenizer: Path | None, stop_ids: list[int]) -> dict[str, A
 
 def _counted(counts: Counter[str]) -> dict[str, int]:
     return {reason: number for reason, number in sorted(counts.items()) if number}
-
-
-def _states(parts: Iterable[Part]) -> dict[Path, State]:
-    """What the file system says of every file of the source."""
-    return {file.path: state_of(file.path) for part in parts for file in (*part.files, *part.indices)}

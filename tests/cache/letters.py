@@ -47,7 +47,6 @@ class OneIdACharacter:
             row=np.array([index for index, _, _ in rows], dtype=np.int64),
             split_text=[question for _, question, _ in rows],
             dropped={"refused": bad} if bad else {},
-            answers=len(rows),
         )
 
 

@@ -221,7 +221,7 @@ def test_d6_empty_conversations_are_counted_and_rows_keep_their_numbers(tmp_path
     assert made.dropped == {"empty": 3}
     assert made.row.tolist() == [3]
     nothing = tokenised(chat_tokenizer(tmp_path), [[]])
-    assert (nothing.tokens.num_rows, nothing.split_text, nothing.answers) == (0, [], 0)
+    assert (nothing.tokens.num_rows, nothing.split_text) == (0, [])
 
 
 def test_arrow_lists_honour_slices_and_nulls(tmp_path):

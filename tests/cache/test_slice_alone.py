@@ -1,6 +1,7 @@
 """A slice is what its own rows, tokenizer and template make it, whatever was made before or changes meanwhile."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,3 +143,15 @@ def test_errors_name_any_line_where_file_and_slices_begin_with_blank_ones(
     config = RowsConfig(source=str(source), vocabulary=120, held_out=0.0, max_dropped=1.0)  # y is 121
     with pytest.raises(BadRow, match=f"line {at} of "):
         build(config, home=tmp_path / "home", tokenizer=None, vocabulary=None)
+
+
+def test_a_source_that_is_gone_is_not_told_as_a_damaged_slice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slices, "load_chat", OneIdACharacter)
+    source = _write(tmp_path / "chat.jsonl", "yes")
+    plan = planned(source, tmp_path / "home", save_tokenizer(tmp_path / "tokenizer"), vocabulary=1000)
+    source.unlink()
+    with caplog.at_level(logging.WARNING, "cache"), pytest.raises(FileNotFoundError):
+        list(Tokeniser(plan).pieces(plan.slices[0]))
+    assert "damaged" not in caplog.text
