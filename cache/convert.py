@@ -11,29 +11,12 @@ from cache.audit import Audit
 from cache.columns import Layout
 from cache.config import RowsConfig
 from cache.groups import Groups
-from cache.lists import Place, equal_lengths, mask_of, mask_of_labels, spans_of_list
-from cache.pieces import Piece
+from cache.lists import equal_lengths, mask_of, mask_of_labels, spans_of_list
+from cache.pieces import Piece, StoredPiece
 from cache.ragged import Spans, last_runs, offsets_of, spans_of
 from cache.reading import Chunk
 from cache.rules import Counts, Rows, fit, usable
 from cache.split import first_texts, hashes_of_ids, hashes_of_texts, sides
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """A piece of a slice, and where it stands in the source."""
-
-    piece: Piece
-    first: Place  # the first row of its slice
-    read: float  # share of the source that is converted with this piece, 0..1
-
-    @property
-    def num_rows(self) -> int:
-        return self.piece.facts.source_rows
-
-    def place(self, row: int) -> str:
-        """Names one of its rows in an error."""
-        return self.first(int(self.piece.line[np.searchsorted(self.piece.row, row)]))
 
 
 @dataclass(frozen=True, slots=True)

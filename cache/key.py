@@ -14,12 +14,13 @@ from typing import Any
 
 import xxhash
 
+from cache.canonical import canonical
 from cache.columns import Layout
 from cache.config import RowsConfig, default_home
 from cache.errors import BadSource
 from cache.files import find_parts
 from cache.fingerprint import hash_parts, hash_table
-from cache.manifest import LAYOUT_VERSION, canonical
+from cache.manifest import LAYOUT_VERSION
 
 # Modules that only read a finished cache, or only decide where and when one is built. All others convert: a new
 # module is in the key until someone says that it cannot change a token.

@@ -1,12 +1,12 @@
 """The manifest: what a token cache says of itself, and the only thing that makes its bytes trustworthy."""
 
-import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from cache.canonical import canonical
 from cache.errors import CacheCorrupt, CacheMismatch
 
 LAYOUT_VERSION = 1
@@ -100,11 +100,6 @@ class Manifest:
 
 def checksum(content: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(canonical(content))
-
-
-def canonical(content: Any) -> bytes:
-    """JSON in one spelling, so that equal content has equal bytes."""
-    return json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
 
 
 def dtype_for(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:

@@ -17,8 +17,9 @@ import xxhash
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
+from cache.canonical import canonical
 from cache.errors import CacheCorrupt
-from cache.manifest import canonical
+from cache.lists import Place
 from cache.ragged import Ragged
 
 DIGEST_BYTES = 16
@@ -55,6 +56,23 @@ class Piece:
     group: Int64[ndarray, "R"]  # index into `facts.group_names`
     split_hash: UInt64[ndarray, "R"]
     facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A piece of a slice, and where it stands in the source."""
+
+    piece: Piece
+    first: Place  # the first row of its slice
+    read: float  # share of the source that is converted with this piece, 0..1
+
+    @property
+    def num_rows(self) -> int:
+        return self.piece.facts.source_rows
+
+    def place(self, row: int) -> str:
+        """Names one of its rows in an error."""
+        return self.first(int(self.piece.line[np.searchsorted(self.piece.row, row)]))
 
 
 def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:

@@ -18,14 +18,13 @@ import xxhash
 
 from cache.columns import Layout
 from cache.config import RowsConfig
-from cache.convert import StoredPiece
 from cache.cuts import Cut, cuts_of_part, cuts_of_table
 from cache.errors import BadSource, CacheCorrupt, CacheMismatch
 from cache.files import Part
 from cache.fingerprint import State, hash_file, states_of
 from cache.key import CHAT_FILES, hash_chat_files, hash_recipe, sidecar_of, tokenising_code
 from cache.lists import Place
-from cache.pieces import Piece, read_pieces, write_pieces
+from cache.pieces import Piece, StoredPiece, read_pieces, write_pieces
 from cache.reading import Chunk, InMemory, part_chunks, table_chunks
 from cache.source import IN_MEMORY, Source
 from cache.tokenise import Tokenises, Told, pieces_of

@@ -19,13 +19,14 @@ from cache.audit import histogram
 from cache.columns import Layout
 from cache.commit import Site, commit, locked, no_room, sweep
 from cache.config import RowsConfig
-from cache.convert import Converter, StoredPiece
+from cache.convert import Converter
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
 from cache.files import find_parts
 from cache.fingerprint import State, states_of
 from cache.key import ContentKey, content_key, hash_vocabulary, probe_ids
 from cache.lists import row_of
 from cache.manifest import LAYOUT_VERSION, Manifest, dtype_for
+from cache.pieces import StoredPiece
 from cache.reading import Chunk
 from cache.shard import IdOutOfRange
 from cache.slices import Assembly, Tokeniser, num_rows_of, plan_slices
