@@ -155,3 +155,24 @@ def test_a_source_that_is_gone_is_not_told_as_a_damaged_slice(
     with caplog.at_level(logging.WARNING, "cache"), pytest.raises(FileNotFoundError):
         list(Tokeniser(plan).pieces(plan.slices[0]))
     assert "damaged" not in caplog.text
+
+
+def test_a_slice_that_is_cleaned_away_before_it_is_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slices, "load_chat", lambda _: OneIdACharacter())
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    plan = planned(_write(tmp_path / "chat.jsonl", "yes"), tmp_path / "home", tokenizer, vocabulary=1000)
+    read, cleaned = slices.read_pieces, []
+
+    def clean_first(path: Path) -> Any:
+        if not cleaned:
+            path.unlink()
+        cleaned.append(path)
+        return read(path)
+
+    monkeypatch.setattr(slices, "read_pieces", clean_first)
+    with caplog.at_level(logging.WARNING, "cache"):
+        assert sum(piece.facts.source_rows for piece in Tokeniser(plan).pieces(plan.slices[0])) == 3
+    assert len(cleaned) == 2
+    assert caplog.text == ""
