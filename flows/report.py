@@ -30,7 +30,10 @@ def tokens_table(manifest: Manifest) -> list[Row]:
         **{f"dropped: {reason}": f"{count:,}" for reason, count in manifest.dropped.items()},
         **{f"noted: {what}": f"{count:,}" for what, count in manifest.noted.items()},
         **{f"messages of {what}": f"{count:,}" for what, count in manifest.messages.items()},
-        **{f"rows up to {10 * tenth} % supervised": f"{rows:,}" for tenth, rows in manifest.supervised_shares},
+        **{
+            f"rows over {10 * tenth - 10} % up to {10 * tenth} % supervised": f"{rows:,}"
+            for tenth, rows in manifest.supervised_shares
+        },
         "dtype of ids": manifest.dtype,
         "vocabulary": f"{manifest.vocabulary:,}" if manifest.vocabulary else "",
         "domains": ", ".join(manifest.group_names),

@@ -88,5 +88,6 @@ def test_table_of_a_token_cache_says_what_was_dropped_and_how_much_is_supervised
     shown = {row["what"]: row["value"] for row in tokens_table(manifest)}
     assert shown["supervised tokens"] == "4, 66.7%"
     assert shown["answers"] == "2, 1.00 a row"
-    assert shown["dropped: too_short"] == shown["rows up to 50 % supervised"] == "1"
+    assert shown["dropped: too_short"] == shown["rows over 40 % up to 50 % supervised"] == "1"
+    assert shown["rows over 90 % up to 100 % supervised"] == "1", "of a tenth, not of all up to it"
     assert (shown["noted: cut"], shown["messages of user: read"]) == ("3", "2")
