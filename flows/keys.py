@@ -7,8 +7,9 @@ fingerprint of what it was made from.
 
 import hashlib
 import json
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cache.errors import CacheError
 from cache.store import TokenCache
@@ -19,7 +20,10 @@ from flows.errors import BadParameter, CannotFit, StageRefused, StageStopped
 from flows.run import Tree, newest_checkpoint
 
 if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
     from prefect.context import TaskRunContext
+
+logger = logging.getLogger("flows.keys")
 
 # Trying again would fail again: the parameters, the rows or the files have to change first.
 HOPELESS: tuple[type[Exception], ...] = (
@@ -56,9 +60,14 @@ def why_not_open(directory: Path) -> str | None:
     return None
 
 
-def is_hopeless(error: BaseException) -> bool:
-    """Whether a retry cannot help."""
-    return isinstance(error, HOPELESS)
+def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
+    """A wrong parameter or a bad row fails at once; a killed process, a lost GPU or disk may do better next time."""
+    failure = state.result(raise_on_failure=False)
+    is_worth_it = not isinstance(failure, HOPELESS)
+    if is_worth_it:
+        logger.warning("%s failed: %s: %s", task.name, type(failure).__name__, failure)
+        logger.warning("It is tried again, up to %d times, from where it got to.", task.retries)
+    return is_worth_it
 
 
 def train_fingerprint(parameters: Parameters, tokens: Path) -> str:

@@ -13,10 +13,10 @@ from cache.config import RowsConfig
 from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
 from dflash.errors import ConfigMismatch, RunLocked
 from flows.config import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
+from flows.keys import is_worth_retrying
 from flows.prepare import local_target
 from flows.run import Tree, read_json, write_json
 from flows.stage import watch_stage
-from flows.train import is_worth_retrying
 
 logger = logging.getLogger("flows.regenerate")
 

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prefect import task
-from prefect.client.schemas.objects import State
 from prefect.futures import as_completed
 
 from cache.config import RowsConfig
@@ -24,16 +24,18 @@ from cache.files import find_parts
 from cache.key import ContentKey
 from cache.slices import Plan, Slice, Tokeniser, num_rows_of, plan_slices
 from cache.source import open_source
-from cache.tokenise import Told
 from flows.artifacts import reporting
 from flows.errors import BadParameter
-from flows.keys import is_hopeless, slice_key
+from flows.keys import is_worth_retrying, slice_key
 from flows.progress import StageProgress, progress_line
 from flows.run import Tree
 
 LOCAL = "local:"  # so many worker processes here
 
 WORKERS_OWN = 0  # threads: as many as the Dask worker was given
+
+SoFar = Callable[[int], None]  # told how many rows of the slice at hand are tokens, again from 0 when it is tried again
+_Makes = Callable[[list[Tree]], Iterator[tuple[Slice, Tree]]]  # parameters of tasks → what they came to, in any order
 
 _kept: dict[tuple[str, Path], Tokeniser] = {}
 _one_at_a_time = threading.Lock()  # a worker may have several threads, but the tokenizer is one and uses them all
@@ -57,15 +59,11 @@ def tokenise_missing(rows: RowsConfig, tokenizer: Path, key: ContentKey, home: P
 
         watch = _Watch(missing, len(plan.slices), show)
         if dask is None:
-            _here(recorded, plan, missing, watch)
+            _make_all(partial(_here, recorded, watch), plan, missing, watch)
+            _kept.clear()  # a tokenizer is of no use to the stages that follow
         else:
-            _on_dask(recorded, plan, missing, watch, dask)
-
-
-def may_do_better(task: Any, task_run: Any, state: "State[Any]") -> bool:
-    """A bad row fails at once; a lost disk or worker may be back next time."""
-    failure = state.result(raise_on_failure=False)
-    return not (isinstance(failure, BaseException) and is_hopeless(failure))
+            with _runner(dask) as (runner, threads):
+                _make_all(partial(_on_dask, recorded, runner, threads), plan, missing, watch)
 
 
 @task(
@@ -77,7 +75,7 @@ def may_do_better(task: Any, task_run: Any, state: "State[Any]") -> bool:
     result_serializer="json",
     retries=2,
     retry_delay_seconds=5,
-    retry_condition_fn=may_do_better,
+    retry_condition_fn=is_worth_retrying,
 )
 def tokenise_slice(
     one: Slice,
@@ -86,25 +84,34 @@ def tokenise_slice(
     of: int,
     wait: bool = True,
     threads: int | None = None,
-    told: Told | None = None,
+    so_far: SoFar | None = None,
 ) -> Tree:
     """Nothing but a call: a task travels to a worker with all that its function names, so it names one function."""
-    return make_slice(one, plan, wait=wait, threads=threads, told=told)
+    return make_slice(one, plan, wait=wait, threads=threads, so_far=so_far)
 
 
-def make_slice(one: Slice, plan: Plan, *, wait: bool, threads: int | None, told: Told | None) -> Tree:
+def make_slice(one: Slice, plan: Plan, *, wait: bool, threads: int | None, so_far: SoFar | None) -> Tree:
     """What it came to; `made` is False where another builder is at the slice and this one does not wait."""
     if threads is not None:
         _limit_threads(threads)
-    started = time.monotonic()
+    rows = 0
+
+    def told(more: int) -> None:
+        nonlocal rows
+        rows += more
+        if so_far is not None:
+            so_far(rows)
+
     with _one_at_a_time:
+        started = time.monotonic()
         made = _tokeniser(plan).make(one, wait=wait, told=told)
+        seconds = time.monotonic() - started
     return {
         "slice": one.key,
         "rows": one.cut.num_rows,
         "made": made,
         "by": f"{socket.gethostname()}:{os.getpid()}",
-        "seconds": round(time.monotonic() - started, 3),
+        "seconds": round(seconds, 3),
     }
 
 
@@ -124,22 +131,34 @@ def check_dask(dask: str | None) -> None:
 
 
 class _Watch:
-    """Rows of all missing slices, and how fast they go."""
+    """Rows of all missing slices, whoever makes them, and how fast they come to be there."""
 
     def __init__(self, missing: list[Slice], of: int, show: Callable[[StageProgress], None]) -> None:
         self._show, self._started = show, time.monotonic()
-        self._rows, self._total = 0, num_rows_of(missing)
+        self._rows = self._at_hand = 0  # of slices that are there, and of the one being made in this process
+        self._total = num_rows_of(missing)
         self._slices, self._missing, self._of = 0, len(missing), of
 
-    def told(self, rows: int) -> None:
-        self._rows += rows
+    def so_far(self, rows: int) -> None:
+        self._at_hand = rows
+        self._tell()
+
+    def done(self, one: Slice) -> None:
+        """The slice is there, also where another builder made it."""
+        self._rows += self._at_hand if one.cut.num_rows is None else one.cut.num_rows
+        self._at_hand = 0
+        self._slices += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        rows = self._rows + self._at_hand
         seconds = time.monotonic() - self._started
-        rate = self._rows / seconds if seconds > 0 else 0.0
-        left = max(0, self._total - self._rows) / rate if self._total is not None and rate else None
+        rate = rows / seconds if seconds > 0 else 0.0
+        left = max(0, self._total - rows) / rate if self._total is not None and rate else None
         self._show(
             StageProgress(
                 stage="tokenise",
-                done=self._rows,
+                done=rows,
                 total=self._total,
                 unit="rows",
                 rate=rate,
@@ -149,37 +168,31 @@ class _Watch:
             )
         )
 
-    def done(self) -> None:
-        self._slices += 1
 
-
-def _here(recorded: Any, plan: Plan, missing: list[Slice], watch: _Watch) -> None:
+def _make_all(make: _Makes, plan: Plan, missing: list[Slice], watch: _Watch) -> None:
+    """Those that other builders are at come last, when they are likely to be there: nothing waits before."""
     numbers = {one.key: number for number, one in enumerate(plan.slices, start=1)}
-    recipe, left = replace(plan, slices=()), missing
-    for wait in (False, True):  # those that another builder is at come last, when they are likely to be there
-        later = []
-        for one in left:
-            made = recorded(one, recipe, numbers[one.key], len(plan.slices), wait=wait, told=watch.told)["made"]
-            if made:
-                watch.done()
+    common = {"plan": replace(plan, slices=()), "of": len(plan.slices)}
+    left = missing
+    for wait in (False, True):
+        asked = [common | {"one": one, "number": numbers[one.key], "wait": wait} for one in left]
+        left = []
+        for one, made in make(asked):
+            if made["made"]:
+                watch.done(one)
             else:
-                later.append(one)
-        left = later
-    _kept.clear()  # a tokenizer is of no use to the stages that follow
+                left.append(one)
 
 
-def _on_dask(recorded: Any, plan: Plan, missing: list[Slice], watch: _Watch, dask: str) -> None:
-    numbers = {one.key: number for number, one in enumerate(plan.slices, start=1)}
-    recipe = replace(plan, slices=())
-    with _runner(dask) as (runner, threads):
-        futures = {}
-        for one in missing:
-            given = {"one": one, "plan": recipe, "number": numbers[one.key], "of": len(plan.slices)}
-            futures[runner.submit(recorded, parameters=given | {"threads": threads})] = one
-        for future in as_completed(list(futures)):
-            future.result()  # raises what the task failed with
-            watch.done()
-            watch.told(futures[future].cut.num_rows or 0)
+def _here(recorded: Any, watch: _Watch, asked: list[Tree]) -> Iterator[tuple[Slice, Tree]]:
+    for parameters in asked:
+        yield parameters["one"], recorded(**parameters, so_far=watch.so_far)
+
+
+def _on_dask(recorded: Any, runner: Any, threads: int, asked: list[Tree]) -> Iterator[tuple[Slice, Tree]]:
+    futures = {runner.submit(recorded, parameters=one | {"threads": threads}): one["one"] for one in asked}
+    for future in as_completed(list(futures)):
+        yield futures[future], future.result()  # raises what the task failed with
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -15,7 +14,7 @@ from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetC
 from flows.artifacts import reporting
 from flows.config import Dask, Home, Name, Parameters
 from flows.errors import CannotFit
-from flows.keys import is_hopeless, train_fingerprint
+from flows.keys import is_worth_retrying, train_fingerprint
 from flows.limits import Limits, fix_limits
 from flows.naming import train_run_name
 from flows.prepare import prepare_run
@@ -87,16 +86,6 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
         mark_finished(run, "train", fingerprint)
     logger.info("train: %s", outcome(trained))
     return trained
-
-
-def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
-    """A wrong parameter or a bad row fails at once; a killed process or a lost GPU may do better next time."""
-    failure = state.result(raise_on_failure=False)
-    is_worth_it = not (isinstance(failure, BaseException) and is_hopeless(failure))
-    if is_worth_it:
-        logger.warning("%s failed: %s: %s", task.name, type(failure).__name__, failure)
-        logger.warning("It is tried again, up to %d times, from where it got to.", task.retries)
-    return is_worth_it
 
 
 # Called directly, never submitted: signals reach the main thread only. The retries sit here, around the child process,

@@ -1,22 +1,36 @@
 """Slices of conversations as tasks: in this process, on two Dask workers, and what is not made again."""
 
 import builtins
+import fcntl
 import json
+import shutil
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 
-from cache import cuts
+from cache import cuts, slices
 from cache.errors import BadRow
+from cache.files import find_parts
+from cache.key import content_key
+from cache.slices import Plan, plan_slices
+from cache.source import open_source
 from cache.store import TokenCache
 from cache.writer import build
+from flows import tokenise
 from flows.config import resolve_home
 from flows.deployments import check_parameters
 from flows.errors import BadParameter
 from flows.prepare import prepare
+from flows.progress import ProgressLine, StageProgress
+from flows.tokenise import make_slice, tokenise_slice
 
 sys.path.append(str(Path(__file__).parent.parent / "cache"))  # the toy tokenizer of the cases
 import toy
@@ -88,6 +102,110 @@ def test_two_dask_workers_make_the_same_cache(home: Path, tree: dict[str, Any], 
     made = records(resolve_home(None))
     assert len(made) == 8
     assert len({record["by"] for record in made}) == 2, "both workers have made some"
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[StageProgress]:
+    """What the line of the stage `tokenise` was given."""
+    given: list[StageProgress] = []
+    monkeypatch.setattr(
+        ProgressLine, "show", lambda line, state: given.append(state) if state.stage == "tokenise" else None
+    )
+    return given
+
+
+def plan_of(tree: dict[str, Any]) -> Plan:
+    rows, tokenizer, home = (
+        check_parameters(prepare.fn, tree)["rows"],
+        Path(tree["target"]["model"]),
+        resolve_home(None),
+    )
+    key = content_key(rows, tokenizer, home=home)
+    return plan_slices(open_source(find_parts(rows), rows), rows, tokenizer, key.parts, home)
+
+
+@contextmanager
+def other_builder_of_first_slice(plan: Plan, made: Path) -> Iterator[list[bool]]:
+    """Holds the lock of the first slice until all others are there, then makes it. Yields: were they there in time?"""
+    first, *others = (plan.path(one) for one in plan.slices)
+    (first.parent / ".locks").mkdir(parents=True)
+    are_there: list[bool] = []
+
+    def hold(lock: Any) -> None:
+        until = time.monotonic() + 60
+        while not all(path.exists() for path in others) and time.monotonic() < until:
+            time.sleep(0.02)
+        are_there.append(all(path.exists() for path in others))
+        shutil.copy(made / first.name, first)
+        lock.close()
+
+    lock = (first.parent / ".locks" / first.stem).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    holder = threading.Thread(target=hold, args=(lock,))
+    holder.start()
+    yield are_there
+    holder.join()
+
+
+@pytest.mark.parametrize("dask", [None, "local:1"])
+def test_slice_that_another_builder_is_at_comes_last_and_is_counted(
+    home: Path, tree: dict[str, Any], plain: TokenCache, tmp_path: Path, shown: list[StageProgress], dask: str | None
+) -> None:
+    with other_builder_of_first_slice(plan_of(tree), tmp_path / "plain/tokens/.slices") as are_there:
+        assert run(tree, dask=dask).manifest == plain.manifest
+    assert are_there == [True], "nothing waited for the slice while others were missing"
+    assert [record["made"] for record in records(resolve_home(None))] == [True] * 8
+    assert (shown[-1].done, shown[-1].total) == (30, 30)
+    assert shown[-1].message.startswith("8 of 8 slices made")
+
+
+def test_rows_of_a_slice_that_is_tried_again_count_once(
+    home: Path,
+    tree: dict[str, Any],
+    plain: TokenCache,
+    shown: list[StageProgress],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_pieces = slices.write_pieces
+    attempts: list[Any] = []
+
+    def break_once(*given: Any) -> None:
+        write_pieces(*given)
+        attempts.append(given)
+        if len(attempts) == 2:
+            raise OSError("disk lost")
+
+    monkeypatch.setattr(slices, "write_pieces", break_once)
+    monkeypatch.setattr(tokenise_slice, "retry_delay_seconds", 0)
+    assert run(tree).manifest == plain.manifest
+    assert len(attempts) == 9
+    assert "tokenise failed: OSError: disk lost" in caplog.text
+    assert max(state.done for state in shown) == shown[-1].done == 30
+
+
+def test_seconds_of_a_slice_leave_out_what_it_waited_for_other_threads(
+    tree: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def make(*given: Any, **more: Any) -> bool:
+        now[0] += 1.5
+        return True
+
+    monkeypatch.setattr(tokenise, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tokenise, "_tokeniser", lambda plan: SimpleNamespace(make=make))
+    plan = plan_of(tree)
+    made: list[dict[str, Any]] = []
+    waiting = threading.Thread(
+        target=lambda: made.append(make_slice(plan.slices[0], plan, wait=True, threads=None, so_far=None))
+    )
+    with tokenise._one_at_a_time:
+        waiting.start()
+        time.sleep(0.1)
+        now[0] = 100.0
+    waiting.join()
+    assert made[0]["seconds"] == 1.5
 
 
 def test_a_bad_row_fails_at_once_and_what_was_made_stays(home: Path, tree: dict[str, Any], tmp_path: Path) -> None:
