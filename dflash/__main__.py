@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 def main() -> int:
     """Parse, run, and leave error.json behind when it fails."""
-    # OpenMP reads it when torch is loaded: threads that wait give way soon and not after 3 ms of spinning, which costs a
+    # OpenMP reads it when torch is loaded: threads that wait give way soon, not after 3 ms of spinning, which costs a
     # run a third of its speed and more where other work wants the cores, too.
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
     _die_with_torchrun()
