@@ -24,13 +24,13 @@ from cache.manifest import LAYOUT_VERSION
 
 # Modules that only read a finished cache, or only decide where and when one is built. All others convert: a new
 # module is in the key until someone says that it cannot change a token.
-NOT_CONVERTING = {
+NOT_CONVERTING = frozenset({
     "__init__", "__main__", "commit", "config", "errors", "fingerprint", "gather", "key", "plan", "progress", "removal",
     "readahead", "show", "store",
-}  # fmt: skip
+})  # fmt: skip
 
 # Of those that convert, what works on tokens alone: an edit here leaves slices of conversations as they are.
-AFTER_TOKENS = {"arrays", "audit", "convert", "manifest", "metadata", "rules", "shard", "writer"}
+AFTER_TOKENS = frozenset({"arrays", "audit", "convert", "manifest", "metadata", "rules", "shard", "writer"})
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -101,7 +101,7 @@ def hash_chat_files(rows: RowsConfig, tokenizer: Path | None) -> dict[str, str]:
 
 def tokenising_code() -> str:
     """Hash of the modules that make tokens of conversations."""
-    return hash_code(Path(__file__).parent, frozenset(AFTER_TOKENS))
+    return hash_code(Path(__file__).parent, AFTER_TOKENS)
 
 
 def sidecar_of(home: Path) -> Path:
@@ -146,11 +146,23 @@ def hash_vocabulary(tokenizer: Path) -> str:
 def hash_code(package: Path, without: frozenset[str] = frozenset()) -> str:
     """Hash of the syntax trees of the modules that convert: comments, docstrings and line breaks are not in it."""
     digest = xxhash.xxh3_128()
-    for path in sorted(package.glob("*.py")):
-        if path.stem not in NOT_CONVERTING | without:
+    for name, path in modules_of(package).items():
+        if not _among(name, NOT_CONVERTING | without):
             tree = _parse(path.read_text(encoding="utf-8"))
-            digest.update(f"{path.stem}:{_spell(tree)};".encode())
+            digest.update(f"{name}:{_spell(tree)};".encode())
     return digest.hexdigest()
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Every module below a package by its dotted name there, sorted by name; `__init__` modules too."""
+    names = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}
+    return dict(sorted(names.items()))
+
+
+def _among(name: str, named: frozenset[str]) -> bool:
+    """Whether a module is named, or lies in a subpackage that is."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in named for end in range(1, len(parts) + 1))
 
 
 def _parse(source: str) -> ast.Module:
