@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from measure import peak_bytes, seconds  # noqa: E402
 
-from dflash.attention import attention_plan, block_attention, visible  # noqa: E402
+from dflash.model.attention import attention_plan, block_attention, visible  # noqa: E402
 
 S, A, K, HEADS, D = 1024, 64, 16, 9, 64
 

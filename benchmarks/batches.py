@@ -27,11 +27,11 @@ import torch
 from _rows import MAX_TOKENS, VOCABULARY, arrow_stream, drop_from_memory
 from torch.nn.utils.rnn import pad_sequence
 
+from cache.batches.epoch import plan_epoch
+from cache.batches.gather import Buffers, gather, prefetch
+from cache.build import build
 from cache.config import RowsConfig
-from cache.gather import Buffers, gather, prefetch
-from cache.plan import plan_epoch
-from cache.store import TokenCache
-from cache.writer import build
+from cache.disk.store import TokenCache
 
 ROWS = 16  # of a batch
 WARM, COLD = 150, 40  # batches

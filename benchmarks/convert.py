@@ -55,12 +55,12 @@ def convert(source: Path, out: Path, *, durable: bool) -> dict[str, float]:
     """One conversion in a process of its own, so that its memory is its own; everything but the content key."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from cache.arrays import ArrayFiles
+    from cache.build import WRITERS, write_rows
     from cache.config import RowsConfig
-    from cache.convert import Converter
-    from cache.files import find_parts
-    from cache.source import open_source
-    from cache.writer import WRITERS, write_rows
+    from cache.disk.arrays import ArrayFiles
+    from cache.rows.convert import Converter
+    from cache.source.find import find_parts
+    from cache.source.open import open_source
 
     rows = RowsConfig(source=str(source), max_tokens=MAX_TOKENS, vocabulary=VOCABULARY)
     own = [0.0]
@@ -159,7 +159,7 @@ def own_conversion(source: Path, directory: Path, how: str) -> dict[str, float]:
 
 def key_seconds(source: Path, directory: Path) -> float:
     """Time of the content hash of a source that is not in memory."""
-    from cache.fingerprint import hash_file
+    from cache.key.file_hashes import hash_file
 
     drop_from_memory(source)
     shutil.rmtree(directory / "hashes", ignore_errors=True)

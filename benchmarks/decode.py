@@ -26,18 +26,17 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dflash import decode  # noqa: E402
-from dflash.comparison import compare, facts  # noqa: E402
 from dflash.config import DrafterConfig, EvaluationConfig, TargetConfig  # noqa: E402
-from dflash.decode import Context, Limits, plain  # noqa: E402
-from dflash.drafter import Drafter  # noqa: E402
-from dflash.init import new_drafter  # noqa: E402
-from dflash.layouts import load_exported  # noqa: E402
-from dflash.loss import Head  # noqa: E402
-from dflash.rollback import RowCache  # noqa: E402
-from dflash.sampling import Sampling, SeededDice  # noqa: E402
-from dflash.target import Target, drafter_shape  # noqa: E402
-from dflash.trainer import embed_blocks  # noqa: E402
+from dflash.decoding import decode  # noqa: E402
+from dflash.decoding.decode import Context, Limits, plain  # noqa: E402
+from dflash.decoding.rollback import RowCache  # noqa: E402
+from dflash.decoding.sampling import Sampling, SeededDice  # noqa: E402
+from dflash.evaluation.comparison import compare, facts  # noqa: E402
+from dflash.export.layouts import load_exported  # noqa: E402
+from dflash.model.drafter import Drafter, embed_blocks  # noqa: E402
+from dflash.model.head import Head  # noqa: E402
+from dflash.target.frozen import Target, drafter_shape  # noqa: E402
+from dflash.training.initial_drafter import new_drafter  # noqa: E402
 
 Ends = tuple[nn.Module, Head]
 CPU = torch.device("cpu")

@@ -49,12 +49,13 @@ for name in ("jaxtyping", "pydantic", "accelerate"):
             sys.modules[module] = types.ModuleType(module)
             sys.modules[module].__getattr__ = lambda attribute: StandIn  # type: ignore[method-assign]
 
-from dflash.attention import attention_plan, block_attention  # noqa: E402
-from dflash.decode import Limits, plain, seeded, speculate  # noqa: E402
-from dflash.drafter import Drafter, DrafterShape  # noqa: E402
-from dflash.loss import Head, block_loss  # noqa: E402
-from dflash.sampling import Sampling  # noqa: E402
-from dflash.target import Target  # noqa: E402
+from dflash.decoding.decode import Limits, plain, seeded, speculate  # noqa: E402
+from dflash.decoding.sampling import Sampling  # noqa: E402
+from dflash.model.attention import attention_plan, block_attention  # noqa: E402
+from dflash.model.drafter import Drafter, DrafterShape  # noqa: E402
+from dflash.model.head import Head  # noqa: E402
+from dflash.model.loss import block_loss  # noqa: E402
+from dflash.target.frozen import Target  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")

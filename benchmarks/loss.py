@@ -19,8 +19,9 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from measure import peak_bytes, seconds  # noqa: E402
 
-import dflash.loss  # noqa: E402
-from dflash.loss import Head, block_loss  # noqa: E402
+import dflash.model.loss  # noqa: E402
+from dflash.model.head import Head  # noqa: E402
+from dflash.model.loss import block_loss  # noqa: E402
 
 V, H = 49152, 576
 

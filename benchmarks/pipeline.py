@@ -30,16 +30,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from _rows import FULL_ROWS, lengths_of  # noqa: E402
 
-from cache.gather import Buffers, gather, prefetch  # noqa: E402
-from cache.store import TokenCache  # noqa: E402
+from cache.batches.gather import Buffers, gather, prefetch  # noqa: E402
+from cache.disk.store import TokenCache  # noqa: E402
 from dflash.batch import FeatureBatch, Step  # noqa: E402
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig  # noqa: E402
 from dflash.host import cpu_threads  # noqa: E402
-from dflash.init import new_drafter  # noqa: E402
-from dflash.pipeline.run import Pipeline  # noqa: E402
-from dflash.pipeline.work import Plan  # noqa: E402
-from dflash.target import Target, drafter_shape  # noqa: E402
-from dflash.trainer import PendingReport, Trainer  # noqa: E402
+from dflash.pipeline.pipeline import Pipeline  # noqa: E402
+from dflash.pipeline.train_plan import Plan  # noqa: E402
+from dflash.step_sums import PendingReport  # noqa: E402
+from dflash.target.frozen import Target, drafter_shape  # noqa: E402
+from dflash.training.initial_drafter import new_drafter  # noqa: E402
+from dflash.training.trainer import Trainer  # noqa: E402
 
 CPU = torch.device("cpu")
 TARGETS, TARGET_S, DRAFTER_S, SIGMA, LOCKED = 3, 0.480, 0.150, 0.2, 0.1
@@ -92,7 +93,7 @@ class SimulatedTrainer(Device):
         self.work()
 
     def step(self, at: Step) -> PendingReport:
-        return PendingReport(at, 0.0, torch.zeros(1))
+        return PendingReport(at, 0.0, 0, torch.zeros(1))
 
 
 class SimulatedPipeline(Pipeline):

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 from _rows import FULL_ROWS, MAX_TOKENS, VOCABULARY, lengths_of
 
-from cache.gather import Buffers, gather
-from cache.manifest import LAYOUT_VERSION, ArrayFacts, Manifest
-from cache.metadata import write_manifest
-from cache.plan import plan_epoch
+from cache.batches.epoch import plan_epoch
+from cache.batches.gather import Buffers, gather
+from cache.disk.manifest import LAYOUT_VERSION, ArrayFacts, Manifest
+from cache.disk.metadata import write_manifest
+from cache.disk.shard import shard_bytes
+from cache.disk.store import TokenCache, chunk_path
 from cache.ragged import offsets_of
-from cache.shard import shard_bytes
-from cache.store import TokenCache, chunk_path
 
 TOKENS_PER_BATCH = 24_576
 

@@ -26,11 +26,12 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 sys.path.append(str(ROOT / ".bench" / "speculators"))
 from measure import peak_bytes, seconds  # noqa: E402
 
-import dflash.drafter  # noqa: E402
+import dflash.model.drafter  # noqa: E402
 from dflash.anchors import block_labels, default_gamma, slot_weights  # noqa: E402
-from dflash.attention import attention_plan, block_attention, visible  # noqa: E402
-from dflash.drafter import Drafter, DrafterShape  # noqa: E402
-from dflash.loss import Head, block_loss  # noqa: E402
+from dflash.model.attention import attention_plan, block_attention, visible  # noqa: E402
+from dflash.model.drafter import Drafter, DrafterShape  # noqa: E402
+from dflash.model.head import Head  # noqa: E402
+from dflash.model.loss import block_loss  # noqa: E402
 
 # anchors · K < context: speculators then makes the verifier's logits at the blocks' positions alone, its cheaper way.
 CONTEXT, ANCHORS = 1024, 60
@@ -65,7 +66,7 @@ class Problem:
             self.features = torch.randn(1, context, len(TAPS) * SHAPE.hidden_size, generator=generator).bfloat16()
         else:
             from dflash.config import TargetConfig
-            from dflash.target import Target
+            from dflash.target.frozen import Target
 
             loaded = Target.load(TargetConfig(model=str(target), dtype="float32"), TAPS, "cpu")
             weight, self.features = loaded.ends(torch.device("cpu"))[1].weight, loaded.features(self.ids)

@@ -26,9 +26,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pyarrow as pa  # noqa: E402
 
-from cache.chat import ChatTokenizer  # noqa: E402
+from cache.chat.tokenizer import ChatTokenizer  # noqa: E402
 from cache.config import Columns  # noqa: E402
-from cache.lists import Place  # noqa: E402
+from cache.source.list_columns import Place  # noqa: E402
 
 BATCH = 256
 QUESTIONS = (1, 3, 8)

@@ -18,13 +18,13 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
+from cache.build import build
 from cache.config import RowsConfig, default_home
+from cache.disk.removal import entries, entry_at, remove
+from cache.disk.store import TokenCache
 from cache.errors import CacheError, CacheIncomplete
-from cache.progress import progress_bar
-from cache.removal import entries, entry_at, remove
+from cache.progress_bar import progress_bar
 from cache.show import listing, row, size_of, summary
-from cache.store import TokenCache
-from cache.writer import build
 
 
 def main(arguments: list[str] | None = None) -> int:

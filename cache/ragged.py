@@ -39,7 +39,7 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """What `cache.chat` makes of one batch of conversations.
+    """What `cache.chat.tokenizer` makes of one batch of conversations.
 
     In a batch that was read from JSONL the column of conversations (and `tools`, where there is one) is *JSON text*
     (`pa.string()`): a schema for all rows would fill the keys that one row lacks with nulls of another. In batches

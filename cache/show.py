@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cache.manifest import Manifest
-from cache.removal import Entry
-from cache.store import TokenCache
+from cache.disk.manifest import Manifest
+from cache.disk.removal import Entry
+from cache.disk.store import TokenCache
 
 BAR = 40  # columns of the longest bar of the histogram
 MOST_ANSWERS = 12  # lines of the table of answers

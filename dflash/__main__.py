@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
         (arguments.run / "error.json").unlink(missing_ok=True)
     if arguments.command == "train":
         from dflash.stopping import Interrupted, Until
-        from dflash.training import train
+        from dflash.training.train import train
 
         def last_resort(error: BaseException) -> None:
             _leave_error(arguments.run, error)
@@ -111,19 +111,19 @@ def _run(arguments: argparse.Namespace) -> int:
         except Interrupted:
             return STOPPED
     elif arguments.command == "check":
-        from dflash.check import check
+        from dflash.training.check import check
 
         check(arguments.run, arguments.tokens)
     elif arguments.command == "evaluate":
-        from dflash.evaluate import evaluate
+        from dflash.evaluation.evaluate import evaluate
 
         evaluate(arguments.run, arguments.tokens)
     elif arguments.command == "export":
-        from dflash.export import export
+        from dflash.export.export import export
 
         export(arguments.run)
     elif arguments.command == "generate":
-        from dflash.generate import generate
+        from dflash.answers.generate import generate
         from dflash.stopping import Interrupted
 
         try:
@@ -131,13 +131,13 @@ def _run(arguments: argparse.Namespace) -> int:
         except Interrupted:
             return STOPPED
     elif arguments.command == "dequantise":
-        from dflash.gguf import dequantise
+        from dflash.target.dequantise import dequantise
 
         print(json.dumps({"path": str(dequantise(arguments.file, arguments.home))}))
     else:
         from safetensors.torch import save_file
 
-        from dflash.export import load_exported, probe
+        from dflash.export.export import load_exported, probe
 
         save_file({"hidden": probe(load_exported(arguments.directory))}, arguments.out)
     return 0

@@ -15,12 +15,12 @@ from typing import Any
 
 from cache.errors import CacheError
 from dflash.errors import DflashError
-from flows import clean
-from flows.config import repository, resolve_home
-from flows.deployments import Deployment, check_parameters, read_deployments, with_overrides
+from flows.cli import clean
+from flows.cli.presets import Deployment, check_parameters, read_deployments, with_overrides
+from flows.cli.temporary_server import choose_server, start_server
 from flows.errors import BadParameter, FlowError
-from flows.progress import console
-from flows.server import choose_server, start_server
+from flows.runs.parameters import repository, resolve_home
+from flows.show.progress import console
 
 OUR_LOGGERS = ("flows", "cache", "dflash")
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         _require_inputs(parameters)
         _speak_plainly()
         if options.dry_run:
-            from flows.dryrun import dry_run
+            from flows.cli.dry_run import dry_run
 
             return dry_run(flow.fn, parameters)
         if server is not None:
@@ -103,7 +103,7 @@ class _Plain(logging.Handler):
     """Our own lines without time stamps, above the live progress line and not across it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "flows.progress" and console.is_terminal:
+        if record.name == "flows.show.progress" and console.is_terminal:
             return  # the live line shows it
         console.print(self.format(record), markup=False, soft_wrap=True)
 

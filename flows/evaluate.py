@@ -9,13 +9,13 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from dflash.config import EvaluationConfig
-from flows.artifacts import reporting
-from flows.config import Home, Name, Parameters, run_directory
-from flows.keys import evaluate_fingerprint
 from flows.prepare import prepare_run
-from flows.report import number, tau_table
-from flows.run import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
-from flows.stage import watch_stage
+from flows.runs.directory import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
+from flows.runs.parameters import Home, Name, Parameters, run_directory
+from flows.runs.repeats import evaluate_fingerprint
+from flows.show.artifacts import reporting
+from flows.show.tables import number, tau_table
+from flows.stage.watch import watch_stage
 
 logger = logging.getLogger("flows.evaluate")
 

@@ -9,10 +9,10 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from dflash.config import ExportConfig
-from flows.config import Home, Name, Parameters, run_directory
-from flows.keys import export_fingerprint
-from flows.run import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
-from flows.stage import watch_stage
+from flows.runs.directory import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
+from flows.runs.parameters import Home, Name, Parameters, run_directory
+from flows.runs.repeats import export_fingerprint
+from flows.stage.watch import watch_stage
 
 logger = logging.getLogger("flows.export")
 

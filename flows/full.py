@@ -6,13 +6,13 @@ from prefect.states import Completed
 
 from cache.config import RowsConfig
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
-from flows.config import Dask, Home, Name, Parameters
 from flows.evaluate import evaluate_run
 from flows.export import export_run
-from flows.naming import full_run_name
 from flows.prepare import prepare_run
-from flows.run import Tree
-from flows.summary import outcome, summarise
+from flows.runs.directory import Tree
+from flows.runs.naming import full_run_name
+from flows.runs.parameters import Dask, Home, Name, Parameters
+from flows.show.summary import outcome, summarise
 from flows.train import train_run
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.context import FlowRunContext
 
+from cache.build import Progress, build, refuse_drops
 from cache.config import RowsConfig
-from cache.files import find_parts
-from cache.key import content_key
-from cache.store import TokenCache
-from cache.writer import Progress, build, refuse_drops
+from cache.disk.store import TokenCache
+from cache.key.content import content_key
+from cache.source.find import find_parts
 from dflash.config import TargetConfig
-from dflash.tokenizer import tokenizer_directory
-from flows.artifacts import reporting
-from flows.child import run_stage
-from flows.config import Dask, Home, Parameters, resolve_home, resolve_rows, resolve_target
+from dflash.target.tokenizer import tokenizer_directory
 from flows.errors import BadParameter
-from flows.keys import tokens_key, why_not_open
-from flows.progress import StageProgress, progress_line
-from flows.report import sample_rows, tokens_table
-from flows.run import measured, note_tokens
-from flows.tokenise import check_dask, tokenise_missing
+from flows.runs.directory import measured, note_tokens
+from flows.runs.parameters import Dask, Home, Parameters, resolve_home, resolve_rows, resolve_target
+from flows.runs.repeats import tokens_key, why_not_open
+from flows.show.artifacts import reporting
+from flows.show.progress import StageProgress, progress_line
+from flows.show.tables import sample_rows, tokens_table
+from flows.slices.tokenise import check_dask, tokenise_missing
+from flows.stage.process import run_stage
 
 logger = logging.getLogger("flows.prepare")
 

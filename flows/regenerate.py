@@ -12,11 +12,11 @@ from prefect.tasks import exponential_backoff
 from cache.config import RowsConfig
 from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
 from dflash.errors import ConfigMismatch, RunLocked
-from flows.config import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
-from flows.keys import is_worth_retrying
 from flows.prepare import local_target
-from flows.run import Tree, read_json, write_json
-from flows.stage import watch_stage
+from flows.runs.directory import Tree, read_json, write_json
+from flows.runs.parameters import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
+from flows.runs.repeats import is_worth_retrying
+from flows.stage.watch import watch_stage
 
 logger = logging.getLogger("flows.regenerate")
 

@@ -11,16 +11,16 @@ from prefect.tasks import exponential_backoff
 
 from cache.config import RowsConfig
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
-from flows.artifacts import reporting
-from flows.config import Dask, Home, Name, Parameters
 from flows.errors import CannotFit
-from flows.keys import is_worth_retrying, train_fingerprint
-from flows.limits import Limits, fix_limits
-from flows.naming import train_run_name
 from flows.prepare import prepare_run
-from flows.report import curve_svg, pipeline_table
-from flows.run import Tree, epochs_done, is_finished, mark_finished, proposed_config, read_json, read_lines
-from flows.stage import watch_stage
+from flows.runs.directory import Tree, epochs_done, is_finished, mark_finished, proposed_config, read_json, read_lines
+from flows.runs.naming import train_run_name
+from flows.runs.parameters import Dask, Home, Name, Parameters
+from flows.runs.repeats import is_worth_retrying, train_fingerprint
+from flows.show.artifacts import reporting
+from flows.show.tables import curve_svg, pipeline_table
+from flows.stage.limits import Limits, fix_limits
+from flows.stage.watch import watch_stage
 
 logger = logging.getLogger("flows.train")
 

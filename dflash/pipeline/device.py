@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.gather import Buffers
+from cache.batches.gather import Buffers
 from dflash.batch import FeatureBatch, TrainBatch
 
 _MOVED = ("anchor", "labels", "weights", "counted")  # what the trainer reads

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.gather import Buffers, prefetch
+from cache.batches.gather import Buffers, prefetch
 from dflash.batch import FeatureBatch, Position, Step, TrainBatch
-from dflash.features import FeatureStore
 from dflash.pipeline.channel import Channel, Reorder
 from dflash.pipeline.device import Lane, Stopwatch, pinned, receive
+from dflash.pipeline.feature_store import FeatureStore
 from dflash.pipeline.telemetry import Clock
-from dflash.pipeline.work import Plan
-from dflash.trainer import PendingReport
+from dflash.pipeline.train_plan import Plan
+from dflash.step_sums import PendingReport
 
 
 class HasFeatures(Protocol):

@@ -13,7 +13,6 @@ from dflash.pipeline.telemetry import Clock
 
 log = logging.getLogger(__name__)
 
-HANG_S = 900.0  # no stage has finished an item for so long
 _GRACE_S = 20.0  # what a stage then has to notice that the run has ended
 
 

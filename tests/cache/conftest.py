@@ -15,9 +15,9 @@ Build = Callable[..., Any]
 @pytest.fixture
 def make(tmp_path: Path) -> Build:
     """Build the cache of some rows and open it: `make(source="…", max_tokens=8)`, or `make(data=table)`."""
+    from cache.build import build
     from cache.config import RowsConfig
-    from cache.store import TokenCache
-    from cache.writer import build
+    from cache.disk.store import TokenCache
 
     def run(source: Any = "in memory", *, data: Any = None, home: Path | None = None, **rows: Any) -> Any:
         rows = {"vocabulary": 1000, "held_out": 0.0, "max_dropped": 1.0} | rows

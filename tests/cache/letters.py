@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from cache.config import Columns
 from cache.errors import BadRow
-from cache.lists import Place
 from cache.ragged import Ragged, Tokenised, offsets_of
+from cache.source.place import Place
 
 
 class OneIdACharacter:

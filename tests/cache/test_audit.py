@@ -9,12 +9,12 @@ import pytest
 from toy import PLAIN, E, save_tokenizer
 
 from cache.__main__ import main
-from cache.audit import Audit
+from cache.build import build
+from cache.chat.template import BadTemplate
 from cache.config import RowsConfig
+from cache.disk.store import TokenCache
 from cache.errors import BadSource
-from cache.render import BadTemplate
-from cache.store import TokenCache
-from cache.writer import build
+from cache.rows.audit import Audit
 
 Prepare = Callable[..., TokenCache]
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
 from cache.__main__ import main
-from cache.progress import describe, progress_bar
+from cache.build import Progress
+from cache.disk.store import TokenCache
+from cache.progress_bar import describe, progress_bar
 from cache.show import row, size_of
-from cache.store import TokenCache
-from cache.writer import Progress
 
 ROWS = [[1, 2, 3, 4], [5, 6], [7]]
 MASKS = [[0, 0, 1, 1], [1, 1], [1]]

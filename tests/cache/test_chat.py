@@ -21,11 +21,11 @@ from toy import (
     tokenised,
 )
 
+from cache.chat.supervise import Answers, supervise
+from cache.chat.template import BadTemplate
+from cache.chat.token_places import Encoded
 from cache.config import Columns
-from cache.lists import Place
-from cache.mask import Answers, supervise
-from cache.render import BadTemplate
-from cache.spelling import Encoded
+from cache.source.place import Place
 
 STOPS = np.isin(np.arange(263), [E, EOS])
 

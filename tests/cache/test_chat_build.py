@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from toy import C0, C0_IDS, C0_MASK, EOS, PLAIN, E, U, save_tokenizer
 
+from cache.build import build
 from cache.config import RowsConfig
+from cache.disk.store import TokenCache
 from cache.errors import BadRow, BadSource
-from cache.key import content_key
-from cache.store import TokenCache
-from cache.writer import build
+from cache.key.content import content_key
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from toy import (
     tokenised,
 )
 
-from cache.control import BREAK, ControlText
+from cache.chat.control_text import BREAK, ControlText
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])

@@ -7,8 +7,8 @@ from shapes import SHAPES
 from test_chat_random import conversations, styles
 from toy import C0, PLAIN, chat_tokenizer, rows, supervised_runs, tokenised
 
-from cache import answers
-from cache.render import BadTemplate
+from cache.chat import find_answers as answers
+from cache.chat.template import BadTemplate
 
 
 def renders(chat, monkeypatch):

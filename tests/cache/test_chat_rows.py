@@ -22,7 +22,7 @@ from toy import (
 
 from cache.config import Columns
 from cache.errors import BadRow
-from cache.lists import Place
+from cache.source.place import Place
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from shapes import SHAPES
 from toy import C0, chat_tokenizer, rows, supervised_runs, tokenised
 
-from cache.render import BadTemplate
+from cache.chat.template import BadTemplate
 
 
 def shaped(directory, name, **options):

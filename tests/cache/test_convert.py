@@ -10,10 +10,11 @@ import pytest
 from arrow_rows import masks_of, rows_of
 from letters import OneIdACharacter, conversation, ids, put
 
-from cache import slices, writer
+from cache import build as writer
 from cache.config import RowsConfig
+from cache.disk.store import TokenCache
 from cache.errors import BadRow, BadSource
-from cache.store import TokenCache
+from cache.slices import plan as slices
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pytest
 from arrow_rows import rows_of, table
 
-from cache import writer
+from cache import build as writer
 from cache.config import RowsConfig
+from cache.disk.store import TokenCache
 from cache.errors import BadSource, CacheError
-from cache.store import TokenCache
 
 ROWS = [[i % 900, i % 7, 3, 4] for i in range(3000)]
 DATA = table(ROWS)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from arrow_rows import table
 
-from cache.gather import Buffers, gather, prefetch
-from cache.store import TokenCache
+from cache.batches.gather import Buffers, gather, prefetch
+from cache.disk.store import TokenCache
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11, 12]]
 MASKS = [[0, 1, 1], [1, 1], [0, 0, 1, 1, 1], [1, 1]]

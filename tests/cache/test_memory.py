@@ -15,7 +15,7 @@ CODE = """
 import json, sys
 from pathlib import Path
 from cache.config import RowsConfig
-from cache.writer import build
+from cache.build import build
 
 def memory_mb(field):
     lines = Path("/proc/self/status").read_text().splitlines()

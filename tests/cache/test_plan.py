@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.plan import EpochPlan, plan_epoch
+from cache.batches.epoch import EpochPlan, plan_epoch
 
 
 def lengths_of(count: int, seed: int = 0) -> np.ndarray:

@@ -15,9 +15,9 @@ from arrow_rows import Row, list_array, masks_of, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cache.build import build
 from cache.config import RowsConfig
-from cache.store import TokenCache
-from cache.writer import build
+from cache.disk.store import TokenCache
 
 VOCABULARY = 100
 ID_TYPES = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]

@@ -13,7 +13,8 @@ from arrow_rows import masks_of, rows_of, table
 
 from cache.errors import BadRow, BadSource
 from cache.ragged import Spans
-from cache.split import first_texts, hashes_of_ids, hashes_of_texts, sides
+from cache.rows.split import hashes_of_ids, sides
+from cache.source.first_text import first_texts, hashes_of_texts
 
 GOOD = [1, 2, 3]
 

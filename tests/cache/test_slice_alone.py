@@ -12,14 +12,15 @@ import pytest
 from letters import OneIdACharacter, conversation, put
 from toy import PLAIN, save_tokenizer
 
-from cache import cuts, slices
+from cache.build import build
 from cache.config import RowsConfig
 from cache.errors import BadRow, BadSource, CacheMismatch
-from cache.files import find_parts
-from cache.key import content_key
-from cache.slices import Plan, Tokeniser, plan_slices
-from cache.source import open_source
-from cache.writer import build
+from cache.key.content import content_key
+from cache.slices import cut as cuts
+from cache.slices import plan as slices
+from cache.slices.plan import Plan, Tokeniser, plan_slices
+from cache.source.find import find_parts
+from cache.source.open import open_source
 
 # Long answers are written short once they are not the last one: a conversation of short ones is as it was said.
 SHORTENING = PLAIN.replace(

@@ -6,49 +6,86 @@ from pathlib import Path
 
 import pytest
 
-import cache
-from cache.key import AFTER_TOKENS, NOT_CONVERTING, hash_code, tokenising_code
+from cache.key.code import (
+    AFTER_TOKENS,
+    NOT_CONVERTING,
+    PACKAGE,
+    TOKENISING,
+    hash_code,
+    is_among,
+    modules_of,
+    tokenising_code,
+)
 
-PACKAGE = Path(cache.__file__).parent
-HARMLESS = {"config", "errors", "readahead"}  # options are in the key by value; neither of the others makes a token
+HARMLESS = {"config", "errors", "source.mapped"}  # options are in the key by value; neither of the others makes a token
 
 
 @pytest.mark.parametrize(
     ("module", "decides"),
     [
-        *((name, True) for name in ("chat", "answers", "tokenise", "pieces", "cuts", "slices", "jsonl", "ragged")),
-        *((name, False) for name in ("rules", "convert", "audit", "shard", "writer", "manifest")),
+        *(
+            (name, True)
+            for name in (
+                "chat.tokenizer",
+                "chat.find_answers",
+                "slices.collect",
+                "slices.pieces",
+                "slices.cut",
+                "slices.plan",
+                "source.jsonl",
+                "ragged",
+            )
+        ),
+        *(
+            (name, False)
+            for name in ("rows.rules", "rows.convert", "rows.audit", "disk.shard", "build", "disk.manifest")
+        ),
     ],
 )
 def test_an_edit_makes_other_slices_only_where_tokens_are_made(module: str, decides: bool, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "copy"))
-    without = frozenset(AFTER_TOKENS)
+    without = AFTER_TOKENS
     assert hash_code(copy, without) == tokenising_code()
     edited = Path(shutil.copytree(PACKAGE, tmp_path / "edited"))
-    with (edited / f"{module}.py").open("a") as file:
+    with (edited / f"{module.replace('.', '/')}.py").open("a") as file:
         file.write("\nEDITED = 1\n")
     assert (hash_code(edited, without) != tokenising_code()) == decides
 
 
 def test_what_makes_tokens_imports_nothing_that_comes_after() -> None:
-    met, left = set(), ["chat", "tokenise", "pieces", "cuts"]
+    met, left = set(), {name for name in modules_of(PACKAGE) if is_among(name, TOKENISING)}
     while left:
-        name = left.pop()
-        met.add(name)
-        left += _imports(name) - met
-    assert met & AFTER_TOKENS == set()
-    assert met & NOT_CONVERTING <= HARMLESS
-    assert len(met) > 20
-    assert _imports("slices") & AFTER_TOKENS == set()
+        met |= left
+        left = set().union(*(_imports(name) for name in left if not name.startswith("key."))) - met
+    assert not [name for name in met if is_among(name, AFTER_TOKENS)]
+    allowed = HARMLESS | {name for name in met if name.startswith("key.")}  # names of slices are hashes
+    assert {name for name in met if is_among(name, NOT_CONVERTING)} <= allowed
+    assert len(met) > 25
 
 
-def test_what_comes_after_is_there() -> None:
-    assert {path.stem for path in PACKAGE.glob("*.py")} - NOT_CONVERTING >= AFTER_TOKENS
+def test_every_module_is_in_exactly_one_set() -> None:
+    for name in modules_of(PACKAGE):
+        found = [one for one in (TOKENISING, AFTER_TOKENS, NOT_CONVERTING) if is_among(name, one)]
+        assert len(found) == 1, name
+
+
+@pytest.mark.parametrize("named", [TOKENISING, AFTER_TOKENS, NOT_CONVERTING])
+def test_a_set_names_what_is_there(named: frozenset[str]) -> None:
+    rooms = {name.rpartition(".")[0] for name in modules_of(PACKAGE)}
+    assert named <= modules_of(PACKAGE).keys() | rooms
+
+
+def test_a_module_in_a_new_room_is_in_the_key(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(PACKAGE, tmp_path / "copy"))
+    (copy / "attic").mkdir()
+    (copy / "attic" / "helper.py").write_text("x = 1\n")
+    assert hash_code(copy) != hash_code(PACKAGE)
+    assert hash_code(copy, AFTER_TOKENS) != tokenising_code()
 
 
 def _imports(name: str) -> set[str]:
     """The modules of the package that this one imports, anywhere in it."""
-    tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+    tree = ast.parse(modules_of(PACKAGE)[name].read_text())
     found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     return {module.removeprefix("cache.") for module in found if module.startswith("cache.")}

@@ -17,12 +17,13 @@ import pytest
 from datasets import Dataset
 from letters import OneIdACharacter, conversation, put
 
-from cache import cuts, slices
+from cache.build import build
 from cache.config import RowsConfig
+from cache.disk.store import TokenCache
 from cache.errors import BadRow, BadSource, CacheCorrupt
-from cache.pieces import read_pieces
-from cache.store import TokenCache
-from cache.writer import build
+from cache.slices import cut as cuts
+from cache.slices import plan as slices
+from cache.slices.pieces import read_pieces
 
 
 class Counting(OneIdACharacter):
@@ -322,7 +323,7 @@ def test_a_slice_that_is_used_is_young_again(tmp_path: Path, tokenised: Any) -> 
 def test_a_slice_of_any_size_is_written_in_pieces(
     tmp_path: Path, tokenised: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cache import tokenise
+    from cache.slices import collect as tokenise
 
     monkeypatch.setattr(cuts, "SLICE_ROWS", 10_000)
     source = put(tmp_path / "chat.jsonl", talks(2000))

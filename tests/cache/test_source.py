@@ -124,7 +124,7 @@ def test_rows_are_those_that_the_dataset_shows(make: Any, change: str) -> None:
 
 
 def test_a_composed_mapping_copies_a_chunk_at_a_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cache import reading as source
+    from cache.source import chunks as source
 
     monkeypatch.setattr(source, "TAKE_BYTES", 1 << 10)
     taken: list[int] = []
@@ -148,8 +148,9 @@ def test_D7_a_slice_keeps_its_own_values_only(make: Any) -> None:
 
 
 def test_D9_a_row_number_past_32_bits_is_found_by_position() -> None:
-    from cache.lists import Place, spans_of_list
-    from cache.reading import _edges
+    from cache.source.chunks import _edges
+    from cache.source.list_columns import spans_of_list
+    from cache.source.place import Place
 
     # Offsets only: three rows of 2³⁰ tokens, more than 32 bits hold. Values are never touched.
     offsets = pa.py_buffer(np.array([0, 2**30, 2**31, 3 * 2**30], dtype=np.int64))
@@ -169,7 +170,7 @@ def test_a_row_of_a_million_tokens_beside_small_ones(make: Any) -> None:
 
 
 def test_chunks_are_small_whatever_the_batches_are(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cache import reading as source
+    from cache.source import chunks as source
 
     monkeypatch.setattr(source, "CHUNK_TOKENS", 5)
     assert rows_of(make(data=DATA)) == ROWS
@@ -230,8 +231,8 @@ def test_D1_half_a_surrogate_pair_beside_the_rows_harms_nobody(make: Any, tmp_pa
 
 
 def test_D1_D2_conversations_keep_their_text(tmp_path: Path) -> None:
-    from cache.columns import Layout
-    from cache.jsonl import conversation_batch, read_lines
+    from cache.source.columns import Layout
+    from cache.source.jsonl import conversation_batch, read_lines
 
     path = tmp_path / "chat.jsonl"
     calls = [[{"role": "assistant", "arguments": {"a": 1}}], [{"role": "assistant", "arguments": {"b": "x"}}]]
@@ -249,8 +250,8 @@ def test_D1_D2_conversations_keep_their_text(tmp_path: Path) -> None:
 
 
 def test_D3_conversations_may_differ_in_type_from_line_to_line(tmp_path: Path) -> None:
-    from cache.columns import Layout
-    from cache.jsonl import conversation_batch, read_lines
+    from cache.source.columns import Layout
+    from cache.source.jsonl import conversation_batch, read_lines
 
     contents: list[Any] = ["q", [{"type": "text", "text": "q"}], None]
     path = tmp_path / "chat.jsonl"
@@ -261,7 +262,7 @@ def test_D3_conversations_may_differ_in_type_from_line_to_line(tmp_path: Path) -
 
 
 def test_a_line_longer_than_a_block(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cache import jsonl
+    from cache.source import jsonl
 
     rows = [list(range(i, i + 50)) for i in range(40)]
     path = tmp_path / "rows.jsonl"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from toy import byte_letters
 
-from cache.spelling import Speller, byte_places
+from cache.chat.token_places import Speller, byte_places
 
 WORDS = ["[E]", "[A] ", "ab", "aab", " b", "é", "e\u0301", "日本", "😀", "A", "ﬁ", " ", "\n"]
 

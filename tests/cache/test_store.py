@@ -11,10 +11,10 @@ import pytest
 import zarr
 from arrow_rows import rows_of, table
 
+from cache.disk.manifest import ARRAYS, INNER_CHUNK, Manifest
+from cache.disk.shard import inner_chunk, shard_bytes
+from cache.disk.store import TokenCache
 from cache.errors import CacheCorrupt, CacheError, CacheIncomplete, CacheMismatch
-from cache.manifest import ARRAYS, INNER_CHUNK, Manifest
-from cache.shard import inner_chunk, shard_bytes
-from cache.store import TokenCache
 
 ROWS = [[i % 900, i % 7, 3, 4] for i in range(100)]
 
@@ -39,8 +39,8 @@ def test_zarr_reads_what_numpy_maps(path: Path) -> None:
 def test_inner_chunks_of_a_shard_are_read_alone(tmp_path: Path, size: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    from cache.metadata import write_array_metadata
-    from cache.shard import ShardFile
+    from cache.disk.metadata import write_array_metadata
+    from cache.disk.shard import ShardFile
 
     values = np.arange(size, dtype=np.uint32)
     with ThreadPoolExecutor(1) as thread:

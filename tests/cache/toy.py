@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from cache.chat import ChatTokenizer
+from cache.chat.tokenizer import ChatTokenizer
 from cache.config import Columns
-from cache.lists import Place
 from cache.ragged import Tokenised
+from cache.source.place import Place
 
 BOS, EOS, PAD, U, A, E, MASK = range(256, 263)
 SPECIAL = ("[BOS]", "[EOS]", "[PAD]", "[U]", "[A]", "[E]", "[MASK]")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from dflash.anchors import LENGTH_BINS
 from dflash.batch import FeatureBatch, Position, Step, TrainBatch
 from dflash.config import TrainingConfig
-from dflash.drafter import Drafter, DrafterShape
-from dflash.loss import Head
-from dflash.pipeline.ranks import ALONE, Ranks
-from dflash.trainer import Trainer
+from dflash.distributed import ALONE, Ranks
+from dflash.model.drafter import Drafter, DrafterShape
+from dflash.model.head import Head
+from dflash.training.trainer import Trainer
 
 SHAPE = DrafterShape(
     hidden_size=8,

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from dflash.config import DrafterConfig
-from dflash.drafter import Drafter
-from dflash.init import new_drafter
-from dflash.loss import Head
-from dflash.target import Target, drafter_shape
-from dflash.trainer import embed_blocks
+from dflash.model.drafter import Drafter, embed_blocks
+from dflash.model.head import Head
+from dflash.target.frozen import Target, drafter_shape
+from dflash.training.initial_drafter import new_drafter
 
 VOCABULARY, MASK, STOP = 24, 3, 2
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from dflash.loss import Head
+from dflash.model.head import Head
 
 
 def legal(mask: list[int]) -> list[int]:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.batches.gather import Buffers
+from cache.build import build
 from cache.config import RowsConfig
-from cache.gather import Buffers
-from cache.store import TokenCache
-from cache.writer import build
+from cache.disk.store import TokenCache
 from dflash.anchors import (
     block_counts,
     block_labels,
@@ -25,7 +25,7 @@ from dflash.anchors import (
 )
 from dflash.batch import Position
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig
-from dflash.pipeline.work import Plan
+from dflash.pipeline.train_plan import Plan
 
 MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=60)
 SIZES = st.integers(2, 17)

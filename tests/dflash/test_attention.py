@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
-import dflash.attention
-from dflash.attention import (
+import dflash.model.attention
+from dflash.model.attention import (
     attention_plan,
     block_attention,
     flex_mask,

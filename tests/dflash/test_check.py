@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dflash.check import _seconds_total
 from dflash.config import RunConfig, TargetConfig, TrainingConfig
+from dflash.training.check import _seconds_total
 
 
 def test_the_plan_is_what_the_run_then_does(make_run: Callable[..., Path], tokens: Path) -> None:

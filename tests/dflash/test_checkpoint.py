@@ -20,11 +20,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from dflash import checkpoint
-from dflash.checkpoint import State, Writer
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, StageFailed
-from dflash.features import FeatureStore
-from dflash.training import train
+from dflash.pipeline.feature_store import FeatureStore
+from dflash.training import checkpoint
+from dflash.training.checkpoint import State, Writer
+from dflash.training.train import train
 
 DRAFTER = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
 OPTIMIZER = {"step.b": torch.tensor(3.0), "exp_avg.b": torch.zeros(4)}
@@ -295,7 +295,7 @@ def test_a_checkpoint_is_due_after_some_seconds_too(make_run: Callable[..., Path
 
 
 def nothing_counts() -> None:
-    from dflash.pipeline import work
+    from dflash.pipeline import train_plan as work
 
     work.block_counts = lambda mask, anchor, size: np.zeros((anchor.size, size), dtype=bool)
 
@@ -309,7 +309,7 @@ def test_b2_a_run_without_supervised_tokens_is_no_success(make_run: Callable[...
 
 def bad_features() -> None:
     """Every step from the fourth on is not finite."""
-    from dflash.trainer import Trainer
+    from dflash.training.trainer import Trainer
 
     accumulate, calls = Trainer.accumulate, [0]
 

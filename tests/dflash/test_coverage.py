@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from cache.store import TokenCache
+from cache.disk.store import TokenCache
 from dflash.anchors import LENGTH_BINS, draw_anchors, length_bin
-from dflash.opening import changed_settings
+from dflash.training.open_run import changed_settings
 
 SIZE = 4  # of the tiny run's blocks
 

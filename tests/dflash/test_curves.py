@@ -13,7 +13,7 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dflash.curves import Curves
+from dflash.training.curves import Curves
 
 
 def read(run: Path) -> EventAccumulator:

@@ -7,12 +7,12 @@ import torch
 from decoding_toys import STOP, Toy, greedy, llama, prompts, taught, toy
 from transformers import MistralConfig, MistralForCausalLM
 
-import dflash.decode
-from dflash.comparison import Comparison
-from dflash.decode import Decoded, Emission, Limits, draft_logits, plain, seeded, speculate, stream
+import dflash.decoding.decode
+from dflash.decoding.decode import Decoded, Emission, Limits, draft_logits, plain, seeded, speculate, stream
+from dflash.decoding.rollback import RowCache
+from dflash.decoding.sampling import Sampling, SeededDice
 from dflash.errors import ConfigMismatch, TargetMismatch
-from dflash.rollback import RowCache
-from dflash.sampling import Sampling, SeededDice
+from dflash.evaluation.comparison import Comparison
 
 GREEDY = Sampling()
 SOME = (6, 2, 9, 1, 13)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash.drafter import Drafter, DrafterShape
-from dflash.loss import Head, LossKind, block_loss
+from dflash.model.drafter import Drafter, DrafterShape
+from dflash.model.head import Head
+from dflash.model.loss import LossKind, block_loss
 
 SHAPE = DrafterShape(
     hidden_size=8,

@@ -16,15 +16,15 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from dflash import checkpoint
-from dflash.checkpoint import State
-from dflash.comparison import compare, facts, token_texts
 from dflash.config import EvaluationConfig
 from dflash.errors import CheckpointCorrupt
-from dflash.evaluate import evaluate, stop_tokens
-from dflash.init import new_drafter
-from dflash.opening import open_run
-from dflash.target import Target
+from dflash.evaluation.comparison import compare, facts, token_texts
+from dflash.evaluation.evaluate import evaluate, stop_tokens
+from dflash.target.frozen import Target
+from dflash.training import checkpoint
+from dflash.training.checkpoint import State
+from dflash.training.initial_drafter import new_drafter
+from dflash.training.open_run import open_run
 
 MakeRun = Callable[..., Path]
 
@@ -145,7 +145,7 @@ def test_stop_tokens_are_the_targets_and_those_of_the_rows() -> None:
 
 
 def test_prompts_are_the_same_for_the_same_seed(run: Path, tokens: Path) -> None:
-    from dflash.evaluate import held_out_prompts
+    from dflash.evaluation.evaluate import held_out_prompts
 
     opened = open_run(run, tokens)
     rows = opened.store.rows(1)

@@ -13,13 +13,21 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import GenerationConfig
 
-import dflash.export
-from dflash import checkpoint
-from dflash.checkpoint import State
+import dflash.export.export
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
-from dflash.export import export, gate, probe, refuse_other_ends, refuse_silent_losses, target_facts, write_layout
-from dflash.layouts import layout_config, load_exported
-from dflash.loss import Head
+from dflash.export.export import (
+    export,
+    gate,
+    probe,
+    refuse_other_ends,
+    refuse_silent_losses,
+    target_facts,
+    write_layout,
+)
+from dflash.export.layouts import layout_config, load_exported
+from dflash.model.head import Head
+from dflash.training import checkpoint
+from dflash.training.checkpoint import State
 
 
 @pytest.fixture

@@ -18,17 +18,17 @@ from answering import lines_of, make_answers
 from toy import A, E, U
 from transformers import AutoTokenizer
 
+from cache.build import build
 from cache.config import RowsConfig
+from cache.disk.store import TokenCache
 from cache.errors import BadSource
-from cache.store import TokenCache
-from cache.writer import build
-from dflash.checkpoint import run_lock
+from dflash.answers.dialogue import Request
+from dflash.answers.engines import _Gumbel, cut, devices
+from dflash.answers.generate import generate
 from dflash.config import GenerationConfig, TargetConfig
-from dflash.dialogue import Request
-from dflash.engines import _Gumbel, cut, devices
+from dflash.decoding.sampling import Sampling
 from dflash.errors import ConfigMismatch, RunLocked
-from dflash.generate import generate
-from dflash.sampling import Sampling
+from dflash.training.checkpoint import run_lock
 
 ROWS = 24
 
@@ -120,7 +120,7 @@ def test_half_a_line_is_cut_off(done: Path, talker: Path, prompts: Path, tmp_pat
 def test_new_shards_begin_and_all_are_read(
     done: Path, talker: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash.answers.SHARD_BYTES", 2000)
+    monkeypatch.setattr("dflash.answers.answer_files.SHARD_BYTES", 2000)
     path = make_answers(tmp_path / "shards", talker, prompts, rows=16)
     generate(path)
     generate(make_answers(path, talker, prompts))
@@ -332,7 +332,7 @@ def test_batches_hold_no_more_than_they_may() -> None:
 
 def slow_batches() -> None:
     """For `before`: a batch takes 60 ms longer, so that a test can stop a run in the middle."""
-    from dflash.engines import Transformers
+    from dflash.answers.engines import Transformers
 
     batch = Transformers._batch
 

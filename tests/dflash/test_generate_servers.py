@@ -21,10 +21,10 @@ import pytest
 from answering import lines_of, make_answers
 from toy import A, E, U
 
-from dflash import servers
+from dflash.answers import servers
+from dflash.answers.generate import generate
+from dflash.answers.servers import ServersDown
 from dflash.errors import ConfigMismatch
-from dflash.generate import generate
-from dflash.servers import ServersDown
 
 ROWS = 12
 

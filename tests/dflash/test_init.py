@@ -8,10 +8,10 @@ import transformers as hf
 from torch import Tensor
 
 from dflash.config import DrafterConfig
-from dflash.drafter import Drafter
 from dflash.errors import ConfigMismatch
-from dflash.init import new_drafter
-from dflash.target import Target, decoder_layers, drafter_shape
+from dflash.model.drafter import Drafter
+from dflash.target.frozen import Target, decoder_layers, drafter_shape
+from dflash.training.initial_drafter import new_drafter
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,

@@ -64,9 +64,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, target: Path, tokens
 
 def fail_in(stage: str) -> None:
     """For `tiny.start`: the stage raises at its seventh item."""
-    from dflash.pipeline.work import Plan
-    from dflash.target import Target
-    from dflash.trainer import Trainer
+    from dflash.pipeline.train_plan import Plan
+    from dflash.target.frozen import Target
+    from dflash.training.trainer import Trainer
 
     owner, name = {"read": (Plan, "make_batch"), "target": (Target, "features"), "train": (Trainer, "accumulate")}[
         stage

@@ -10,9 +10,9 @@ from decoding_toys import llama, toy
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from dflash.drafter import DrafterShape
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, DflashError
-from dflash.layouts import Layout, TargetFacts, check_config, layout_config, read_config, read_drafter
+from dflash.export.layouts import Layout, TargetFacts, check_config, layout_config, read_config, read_drafter
+from dflash.model.drafter import DrafterShape
 
 FACTS = TargetFacts("some/target", ["LlamaForCausalLM"], 0, [2, 5])
 LAYOUTS: list[Layout] = ["dflash", "speculators"]

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import dflash.loss
-from dflash.loss import BlockLoss, Head, block_loss, dpace_weights, label_states
+import dflash.model.loss
+from dflash.model.head import Head
+from dflash.model.loss import BlockLoss, block_loss, dpace_weights, label_states
 
 B, A, K, H, V = 2, 3, 4, 5, 11
 

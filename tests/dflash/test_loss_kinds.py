@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import TokenCache
-from dflash.training import train
+from cache.disk.store import TokenCache
+from dflash.training.train import train
 
 
 @pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.gather import Buffers
-from cache.store import TokenCache
+from cache.batches.gather import Buffers
+from cache.disk.store import TokenCache
 from dflash.batch import FeatureBatch, Step
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig
 from dflash.errors import ConfigMismatch, StageFailed
-from dflash.pipeline import run as pipeline_run
+from dflash.pipeline import pipeline as pipeline_run
 from dflash.pipeline.channel import Channel, Closed, Reorder, Stop
 from dflash.pipeline.device import Lane, Stopwatch
-from dflash.pipeline.run import Pipeline, capacity
+from dflash.pipeline.pipeline import Pipeline, capacity
 from dflash.pipeline.telemetry import bottleneck
-from dflash.pipeline.work import Plan
-from dflash.trainer import PendingReport
+from dflash.pipeline.train_plan import Plan
+from dflash.step_sums import PendingReport
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class FakeTrainer:
 
     def step(self, at: Step) -> PendingReport:
         self.steps.append((at.epoch, at.step))
-        return PendingReport(at, 0.0, torch.zeros(17))
+        return PendingReport(at, 0.0, 4, torch.zeros(17))
 
 
 def indices(plan: Plan, epoch: int, step: int, end: int) -> list[tuple[int, int]]:

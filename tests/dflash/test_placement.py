@@ -10,13 +10,13 @@ import torch
 import transformers as hf
 from accelerate import dispatch_model
 
-from dflash import placement, sharding
 from dflash.config import TargetConfig
+from dflash.distributed import Ranks
 from dflash.errors import ConfigMismatch
-from dflash.pipeline.ranks import Ranks
-from dflash.placement import best_processes, place, replicas, split
-from dflash.sharding import balanced, device_map
-from dflash.target import Target, _moved, decoder_layers
+from dflash.target import placement, sharding
+from dflash.target.frozen import Target, _moved, decoder_layers
+from dflash.target.placement import best_processes, place, replicas, split
+from dflash.target.sharding import balanced, device_map
 
 CPU = torch.device("cpu")
 CONFIGS = {

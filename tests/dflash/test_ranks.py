@@ -22,9 +22,9 @@ import torch
 from batches import at, new_trainer, rows, weights_of
 from safetensors.torch import load_file
 
-import dflash.trainer
-from dflash.loss import BlockLoss
-from dflash.pipeline.ranks import joined
+import dflash.training.trainer
+from dflash.distributed import joined
+from dflash.model.loss import BlockLoss
 
 CONTEXT = multiprocessing.get_context("forkserver")
 SETTINGS = {"batches_per_step": 3, "checkpoint_every_steps": 1, "keep": 99}
@@ -93,7 +93,7 @@ def stubbed_step(ranks: Any, losses: list[tuple[float, int]]) -> float:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_same_step_on_more_processes(size: int, dtype: torch.dtype, tolerance: float) -> None:
-    from dflash.pipeline.ranks import ALONE
+    from dflash.distributed import ALONE
 
     expected = torch.tensor(one_step(ALONE, dtype))
     found = [torch.tensor(values) for values in on_ranks(size, one_step, dtype)]
@@ -162,7 +162,7 @@ def test_a_killed_rank_ends_the_other_and_one_goes_on_alone(
 
 def short_timeout() -> None:
     """A step's sums wait for 8 s instead of a minute; steps are slow."""
-    from dflash.pipeline import ranks
+    from dflash import distributed as ranks
 
     ranks._TIMEOUT = timedelta(seconds=8)
     tiny.slow_steps()
@@ -184,7 +184,7 @@ def test_a_rank_that_vanishes_without_a_word_ends_the_other(make_run: Callable[.
 
 def no_anchors() -> None:
     """The second process finds no legal anchor in any of its rows."""
-    from dflash.pipeline import work
+    from dflash.pipeline import train_plan as work
 
     if os.environ["RANK"] == "1":
         work.draw_anchors = lambda mask, **_: np.zeros(0, dtype=np.int64)
@@ -212,8 +212,8 @@ def slow_evaluation_and_disk() -> None:
     """The second process evaluates, and the first writes, for longer than a step's sums may take."""
     import torch.distributed as dist
 
-    from dflash import checkpoint
-    from dflash.monitor import Monitor
+    from dflash.training import checkpoint
+    from dflash.training.monitor import Monitor
 
     tau, save = Monitor.tau, checkpoint.save
 
@@ -249,7 +249,7 @@ def test_slow_evaluation_or_disk_kills_nobody(make_run: Callable[..., Path], tok
 
 def noted_targets() -> None:
     """Every pass of the target leaves a line in its process's log."""
-    from dflash.target import Target
+    from dflash.target.frozen import Target
 
     features = Target.features
 

@@ -5,7 +5,7 @@ import itertools
 import re
 from typing import Any
 
-from dflash.report import render
+from dflash.evaluation.report import render
 
 WALKED = {"value": 1.5, "se": 0.02, "accepted_per_round": 0.5}
 

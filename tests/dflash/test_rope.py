@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash.errors import TargetMismatch
-from dflash.rope import Rope, rotate
+from dflash.model.rope import Rope, rotate
 
 D, THETA, LONGEST = 8, 100.0, 64
 BASE = [THETA ** (-2 * i / D) for i in range(D // 2)]

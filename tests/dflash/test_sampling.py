@@ -7,8 +7,8 @@ import torch
 from decoding_toys import Toy, llama, toy
 from torch import Tensor
 
-from dflash.decode import Limits, plain, seeded, speculate
-from dflash.sampling import Proposal, Sampling, SeededDice, residual
+from dflash.decoding.decode import Limits, plain, seeded, speculate
+from dflash.decoding.sampling import Proposal, Sampling, SeededDice, residual
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

@@ -11,8 +11,16 @@ from torch import Tensor, nn
 
 from dflash.config import DrafterConfig, TargetConfig
 from dflash.errors import ConfigMismatch, TargetMismatch
-from dflash.mask_token import find_mask_token
-from dflash.target import Target, decoder_layers, drafter_shape, resolve_taps, spread_taps, stop_tokens, text_config
+from dflash.target.frozen import (
+    Target,
+    decoder_layers,
+    drafter_shape,
+    resolve_taps,
+    spread_taps,
+    stop_tokens,
+    text_config,
+)
+from dflash.target.mask_token import find_mask_token
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,

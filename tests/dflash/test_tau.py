@@ -5,9 +5,9 @@ import pytest
 import torch
 from decoding_toys import STOP, Toy, prompts, taught, toy
 
-from dflash.decode import Limits, draft_logits, plain, seeded, speculate
-from dflash.sampling import Sampling, SeededDice
-from dflash.tau import RowWalk, acceptance_by_slot, accepted_by_anchor, tau, walk
+from dflash.decoding.decode import Limits, draft_logits, plain, seeded, speculate
+from dflash.decoding.sampling import Sampling, SeededDice
+from dflash.decoding.tau import RowWalk, acceptance_by_slot, accepted_by_anchor, tau, walk
 
 GREEDY = Sampling()
 
@@ -65,8 +65,8 @@ def test_every_anchor_accepts_what_one_block_at_a_time_would(monkeypatch: pytest
             found[anchor] = right
         expected.append(found)
     for slots, logits in ((1 << 15, 1 << 26), (12, 48), (1, 1)):
-        monkeypatch.setattr("dflash.tau._SLOTS", slots)
-        monkeypatch.setattr("dflash.tau._LOGITS", logits)
+        monkeypatch.setattr("dflash.decoding.tau._SLOTS", slots)
+        monkeypatch.setattr("dflash.decoding.tau._LOGITS", logits)
         assert accepted_by_anchor(one.drafter, one.ends, rows, values) == expected
     assert {0, 3} <= {count for row in expected for count in row.values()}
 

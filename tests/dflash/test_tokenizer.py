@@ -11,13 +11,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from cache.build import build
 from cache.config import RowsConfig
-from cache.key import hash_vocabulary, probe_ids
-from cache.writer import build
+from cache.key.tokenizer_files import hash_vocabulary, probe_ids
 from dflash.config import TargetConfig
 from dflash.errors import TargetMismatch
-from dflash.opening import open_run
-from dflash.tokenizer import check_tokenizer
+from dflash.target.tokenizer import check_tokenizer
+from dflash.training.open_run import open_run
 
 # Ids 1 to 5 are of words of the probe text, the others are not.
 WORDS = ["[UNK]", "The", "12", "quick", "foxes'", "naïve", *(f"w{i}" for i in range(6, tiny.VOCABULARY))]

@@ -7,10 +7,11 @@ import torch
 from batches import at, join, new_trainer, rows, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dflash.trainer
-from dflash import loss as loss_module
-from dflash.loss import BlockLoss, Head, LossKind, block_loss
-from dflash.schedule import learning_rate, progress
+import dflash.training.trainer
+from dflash.model import loss as loss_module
+from dflash.model.head import Head
+from dflash.model.loss import BlockLoss, LossKind, block_loss
+from dflash.training.schedule import learning_rate, progress
 
 
 def summed(loss: float, slots: int, trainer: Any) -> BlockLoss:

@@ -68,7 +68,7 @@ def test_evaluate_export_reload(uninterrupted: Path, tokens: Path) -> None:
     assert evaluation["decode"]["lossless"]
     assert evaluation["tau"]["after"]["value"] > evaluation["tau"]["before"]["value"]
     exported = json.loads((uninterrupted / "export.json").read_text())
-    from dflash.export import load_exported
+    from dflash.export.export import load_exported
 
     drafter = load_exported(Path(exported["path"]))
     trained = tiny.weights(uninterrupted)

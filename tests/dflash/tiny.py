@@ -19,8 +19,8 @@ import pyarrow as pa
 import torch
 from safetensors.torch import load_file
 
+from cache.build import build
 from cache.config import RowsConfig
-from cache.writer import build
 
 VOCABULARY = 61
 MASK_TOKEN = 60
@@ -159,7 +159,7 @@ def assert_equal(left: Path, right: Path) -> None:
 
 def slow_steps() -> None:
     """For `before`: a step takes 20 ms longer, so that a test can stop a run in the middle."""
-    from dflash.trainer import Trainer
+    from dflash.training.trainer import Trainer
 
     step = Trainer.step
 

@@ -8,7 +8,7 @@ import pytest
 from prefect.testing.utilities import prefect_test_harness
 from tiny_inputs import make_target, write_rows
 
-from flows import child
+from flows.stage import process as child
 
 FAKE = Path(__file__).with_name("fake_dflash.py")
 

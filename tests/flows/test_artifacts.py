@@ -10,10 +10,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from tiny_inputs import VOCABULARY
 
-from flows import artifacts
-from flows.artifacts import Reporter
-from flows.deployments import check_parameters
+from flows.cli.presets import check_parameters
 from flows.full import full
+from flows.show import artifacts
+from flows.show.artifacts import Reporter
 
 
 @pytest.fixture

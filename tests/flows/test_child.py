@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from cache.errors import BadRow
-from flows import child
-from flows.child import run_command
 from flows.errors import StageError, StageKilled, StageRefused, StageStopped
-from flows.progress import StageProgress
+from flows.show.progress import StageProgress
+from flows.stage import process as child
+from flows.stage.process import run_command
 
 PRELUDE = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -172,7 +172,7 @@ def test_no_child_survives_the_hard_death_of_the_flow(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import sys, pathlib\n"
-            "from flows.child import run_command\n"
+            "from flows.stage.process import run_command\n"
             "run = pathlib.Path(sys.argv[1])\n"
             "code = 'import os, pathlib, sys, time; "
             'pathlib.Path(sys.argv[1], "pid").write_text(str(os.getpid())); time.sleep(60)\'\n'

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.clean import main
+from flows.cli.clean import main
 from flows.errors import BadParameter
 
 

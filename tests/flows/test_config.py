@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import Parameters, repository, resolve_home, run_directory
-from flows.deployments import check_parameters
+from flows.cli.presets import check_parameters
 from flows.errors import BadParameter
 from flows.evaluate import evaluate
 from flows.export import export
 from flows.full import full
 from flows.regenerate import regenerate
+from flows.runs.parameters import Parameters, repository, resolve_home, run_directory
 from flows.train import train
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from cache.config import RowsConfig
 from dflash.config import TargetConfig, TrainingConfig
-from flows.config import Home, Name
-from flows.deployments import check_parameters, read_deployments, with_overrides
+from flows.cli.presets import check_parameters, read_deployments, with_overrides
 from flows.errors import BadParameter
+from flows.runs.parameters import Home, Name
 
 TREE: dict[str, Any] = {
     "name": "x",

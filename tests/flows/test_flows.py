@@ -10,12 +10,12 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import AwaitingRetry, Scheduled
 
+from cache.build import build
+from cache.disk.store import TokenCache
 from cache.errors import BadSource
-from cache.store import TokenCache
-from cache.writer import build
 from dflash.errors import ConfigMismatch
 from flows import prepare as prepare_module
-from flows.deployments import check_parameters
+from flows.cli.presets import check_parameters
 from flows.errors import CannotFit, StageKilled
 from flows.evaluate import evaluate
 from flows.export import export

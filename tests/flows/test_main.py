@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.deployments import read_deployments
+from flows.cli.presets import read_deployments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

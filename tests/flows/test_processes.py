@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_run import TRAINING, tiny_tree
 
-from cache.writer import build
+from cache.build import build
 from dflash.errors import RunLocked
-from flows.child import run_stage
-from flows.config import Parameters
-from flows.deployments import check_parameters
-from flows.run import read_lines, write_json
+from flows.cli.presets import check_parameters
+from flows.runs.directory import read_lines, write_json
+from flows.runs.parameters import Parameters
+from flows.stage.process import run_stage
 from flows.train import train
 
 TWO = {"processes": 2, "batches_per_step": 2}
@@ -85,7 +85,7 @@ def test_error_of_one_process_is_raised_as_its_own_type_not_what_it_did_to_the_o
 
 FLOW = """
 import json, pathlib, sys
-from flows.child import run_stage
+from flows.stage.watch.process import run_stage
 run_stage("train", json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]), lambda progress: None, processes=2)
 """
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from flows import __main__ as command
-from flows import progress
-from flows.progress import LINE_EVERY_S, StageProgress, progress_line
+from flows.show import progress
+from flows.show.progress import LINE_EVERY_S, StageProgress, progress_line
 
 
 def at(step: int) -> StageProgress:
@@ -62,6 +62,6 @@ def test_progress_is_shown_once_as_a_live_line_or_as_a_plain_one(
     is_terminal: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = use_console(monkeypatch, is_terminal)
-    record = logging.LogRecord("flows.progress", logging.INFO, __file__, 1, "train: 12/480 steps", (), None)
+    record = logging.LogRecord("flows.show.progress", logging.INFO, __file__, 1, "train: 12/480 steps", (), None)
     command._Plain().emit(record)
     assert shown.getvalue() == expected

@@ -9,9 +9,9 @@ import pytest
 
 from dflash.config import AnswersConfig
 from dflash.errors import ConfigMismatch
-from flows import child
-from flows.deployments import check_parameters
+from flows.cli.presets import check_parameters
 from flows.regenerate import regenerate
+from flows.stage import process as child
 
 pytestmark = pytest.mark.usefixtures("server")
 

@@ -24,8 +24,8 @@ SCRIPT = """
 import json, logging, sys
 from pathlib import Path
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-from flows.deployments import check_parameters
-from cache import writer
+from flows.cli.presets import check_parameters
+from cache import build as writer
 from flows import prepare as module
 made = []
 make = writer._make
@@ -107,10 +107,10 @@ def test_edits_that_change_no_token_repeat_nothing(copy: Copy, tmp_path: Path) -
     first = copy.prepare()
     assert first["ran"]
 
-    copy.edit("dflash/loss.py", with_statement)  # training code
+    copy.edit("dflash/model/loss.py", with_statement)  # training code
     copy.edit("flows/prepare.py", with_statement)  # flow code
-    copy.edit("cache/plan.py", with_statement)  # what reads a token cache
-    copy.edit("cache/chat.py", with_comment)  # a comment in what converts
+    copy.edit("cache/batches/epoch.py", with_statement)  # what reads a token cache
+    copy.edit("cache/chat/tokenizer.py", with_comment)  # a comment in what converts
     (tmp_path / "rows.jsonl").touch()
     copy.cwd = tmp_path
     copy.project = copy.project.rename(tmp_path / "moved-checkout")
@@ -125,7 +125,7 @@ def test_cached_preparation_imports_nothing_that_only_building_needs(copy: Copy)
 
 
 def edit_converter(copy: Copy) -> None:
-    copy.edit("cache/writer.py", with_statement)
+    copy.edit("cache/build.py", with_statement)
 
 
 def edit_helper(copy: Copy) -> None:
@@ -167,7 +167,7 @@ def test_edit_that_may_change_a_token_runs_again(copy: Copy, unedited: str, edit
 def key(copy: Copy) -> str:
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from cache.config import RowsConfig; from cache.key import content_key\n"
+        "from cache.config import RowsConfig; from cache.key.content import content_key\n"
         "print(content_key(RowsConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]), home=Path(sys.argv[3])).hex)"
     )
     arguments = [json.dumps(copy.rows), str(copy.directory / "target"), str(copy.directory / "home")]
@@ -199,7 +199,7 @@ def test_two_flows_at_once_build_once(copy: Copy) -> None:
 
 def test_killed_in_mid_build_the_next_builds(copy: Copy) -> None:
     copy.edit(
-        "cache/commit.py",
+        "cache/disk/commit.py",
         lambda text: text.replace(
             "def commit(", "def commit(*a, **k):\n    import os; os.kill(os.getpid(), 9)\n\n\ndef _commit("
         ),
@@ -207,7 +207,7 @@ def test_killed_in_mid_build_the_next_builds(copy: Copy) -> None:
     process = copy.start()
     process.communicate(timeout=120)
     assert process.returncode == -9
-    shutil.copy(ROOT / "cache/commit.py", copy.project / "cache/commit.py")
+    shutil.copy(ROOT / "cache/disk/commit.py", copy.project / "cache/disk/commit.py")
     result = copy.prepare()
     assert result["ran"]
     left = [path.name for path in (copy.directory / "home/tokens").iterdir() if ".tmp" in path.name]

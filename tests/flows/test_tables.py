@@ -11,11 +11,19 @@ import pyarrow as pa
 import pytest
 from tiny_inputs import make_target
 
+from cache.build import build
 from cache.config import RowsConfig
-from cache.store import TokenCache
-from cache.writer import build
-from flows.progress import StageProgress, duration
-from flows.report import busy_by_stage, curve_svg, pipeline_table, report_markdown, sample_rows, tau_table, tokens_table
+from cache.disk.store import TokenCache
+from flows.show.progress import StageProgress, duration
+from flows.show.tables import (
+    busy_by_stage,
+    curve_svg,
+    pipeline_table,
+    report_markdown,
+    sample_rows,
+    tau_table,
+    tokens_table,
+)
 
 EVALUATION: dict[str, Any] = {
     "tau": {"before": {"value": 1.0, "se": None}, "after": {"value": 1.5, "se": 0.25}},

@@ -16,21 +16,22 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 
-from cache import cuts, slices
+from cache.build import build
+from cache.disk.store import TokenCache
 from cache.errors import BadRow
-from cache.files import find_parts
-from cache.key import content_key
-from cache.slices import Plan, plan_slices
-from cache.source import open_source
-from cache.store import TokenCache
-from cache.writer import build
-from flows import tokenise
-from flows.config import resolve_home
-from flows.deployments import check_parameters
+from cache.key.content import content_key
+from cache.slices import cut as cuts
+from cache.slices import plan as slices
+from cache.slices.plan import Plan, plan_slices
+from cache.source.find import find_parts
+from cache.source.open import open_source
+from flows.cli.presets import check_parameters
 from flows.errors import BadParameter
 from flows.prepare import prepare
-from flows.progress import ProgressLine, StageProgress
-from flows.tokenise import make_slice, tokenise_slice
+from flows.runs.parameters import resolve_home
+from flows.show.progress import ProgressLine, StageProgress
+from flows.slices import tokenise
+from flows.slices.tokenise import make_slice, tokenise_slice
 
 sys.path.append(str(Path(__file__).parent.parent / "cache"))  # the toy tokenizer of the cases
 import toy

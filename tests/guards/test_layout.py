@@ -14,14 +14,14 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 
 # Threads and processes are started in these modules only.
 CONCURRENT = (
-    "cache/writer.py",
-    "dflash/checkpoint.py",
-    "dflash/export.py",  # loads back what it wrote in a process that knows nothing
-    "dflash/generate.py",
+    "cache/build.py",
+    "dflash/training/checkpoint.py",
+    "dflash/export/export.py",  # loads back what it wrote in a process that knows nothing
+    "dflash/answers/generate.py",
     "dflash/pipeline/",
-    "flows/artifacts.py",
-    "flows/child.py",
-    "flows/server.py",
+    "flows/show/artifacts.py",
+    "flows/stage/process.py",
+    "flows/cli/temporary_server.py",
 )
 CONCURRENCY = {"multiprocessing", "concurrent", "subprocess", "_thread"}  # and threads, by their class
 
@@ -85,9 +85,9 @@ def test_wheel_holds_the_three_packages_and_nothing_else(tmp_path: Path) -> None
 def test_transformers_is_imported_in_one_module_of_cache_and_only_when_needed() -> None:
     """It pulls in torch, which a cached preparation must not load."""
     assert {name(path) for path in MODULES if name(path).startswith("cache/") and "transformers" in imports(path)} <= {
-        "cache/chat.py"
+        "cache/chat/tokenizer.py"
     }
-    top = ast.parse((ROOT / "cache/chat.py").read_text()).body
+    top = ast.parse((ROOT / "cache/chat/tokenizer.py").read_text()).body
     assert not [
         node for node in top if isinstance(node, ast.Import | ast.ImportFrom) and "transformers" in ast.dump(node)
     ]

@@ -1,0 +1,125 @@
+"""One message in any of the usual shapes → the message a chat template expects.
+
+Role aliases, content in parts, reasoning under its three names, tool calls with missing pieces or arguments as text.
+What has no rule is a `SchemaError` (the file is not what we think it is: stop) or `Refused` (this row alone: count it).
+"""
+
+import json
+from typing import Any
+
+from cache.source.message_keys import ROLE_AND_TEXT, ROLES
+
+Message = dict[str, Any]
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class SchemaError(ValueError):
+    """A key set or a type that no rule covers; the caller adds file and row and stops."""
+
+
+class Refused(ValueError):
+    """This conversation cannot be used, by a written rule; the caller counts it under this reason."""
+
+
+def standard_message(raw: Any, num_calls: int) -> Message:
+    """The message with `role`, `content` and what else templates read; `num_calls` tool calls came before it."""
+    if not isinstance(raw, dict):
+        raise SchemaError(f"a message is {_shown(raw)}, expected an object with role and content")
+    if raw.keys() == {"role", "content"} and isinstance(raw["content"], str) and ROLES.get(raw["role"]) == raw["role"]:
+        return raw
+    role_key, content_key = _shape(raw)
+    given = raw[role_key]
+    if not isinstance(given, str):
+        raise SchemaError(f"{role_key} is {_shown(given)}, expected text")
+    role = ROLES.get(given.strip().lower())
+    if role is None:
+        raise Refused(f"unknown_role: {given[:40]}")
+    message: Message = {"role": role, "content": _text(raw.get(content_key), content_key)}
+    calls = raw.get("tool_calls")
+    if given == "function_call":
+        calls, message["content"] = [_parsed(message["content"])], ""
+    if calls:
+        message["tool_calls"] = _tool_calls(calls, num_calls)
+        if not message["content"]:
+            del message["content"]  # templates test whether there is any
+    reasoning = next((raw[key] for key in REASONING if raw.get(key)), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise SchemaError(f"the reasoning of a message is {_shown(reasoning)}, expected text")
+        message |= {"thinking": reasoning, "reasoning_content": reasoning}  # both names are read by templates
+    for key in ("name", "tool_call_id"):
+        if isinstance(raw.get(key), str):
+            message[key] = raw[key]
+    return message
+
+
+def _shape(raw: Message) -> tuple[str, str]:
+    for role_key, content_key in ROLE_AND_TEXT:
+        if role_key in raw and (content_key in raw or raw.get("tool_calls")):
+            return role_key, content_key
+    raise SchemaError(
+        f"a message has the keys {', '.join(sorted(map(str, raw))) or 'none'}; expected role and content, or from and"
+        " value"
+    )
+
+
+def _text(content: Any, key: str) -> str:
+    """Content as text: null is none, parts of text are joined, any other part refuses the row."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise SchemaError(f"{key} is {_shown(content)}, expected text or a list of parts")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise Refused("part_not_text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(calls: Any, num_calls: int) -> list[Message]:
+    if not isinstance(calls, list):
+        raise SchemaError(f"tool_calls is {_shown(calls)}, expected a list")
+    return [_tool_call(call, num_calls + i) for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, number: int) -> Message:
+    """`{id, type, function: {name, arguments}}`: a missing id or type is filled, arguments become an object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise SchemaError(f"a tool call is {_shown(call)}, expected an object with the name of a function")
+    identity = call.get("id")
+    if identity is not None and not isinstance(identity, str):
+        raise SchemaError(f"the id of a tool call is {_shown(identity)}, expected text or none")
+    kind = call.get("type") or "function"
+    if kind != "function":
+        raise SchemaError(f"the type of a tool call is {_shown(kind)}, expected function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # Text is parsed, so that a template's own JSON filter does not quote it a second time.
+        arguments = _parsed(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise Refused("tool_arguments_not_json")
+    return {
+        "id": identity or f"call_{number}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise Refused("tool_arguments_not_json") from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:60]}…" if len(text) > 60 else text

@@ -1,0 +1,140 @@
+"""Where conversations are cut into slices: ranges of neighbouring rows of one file, each named by its content.
+
+Lines are cut at line ends, Parquet at row groups, Arrow files at record batches, tables and mappings anywhere. A slice
+of lines is named by its own bytes, so that lines which are added to a file leave the slices before them as they are;
+others are named by the file and by the rows in it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import xxhash
+
+from cache.source.chunks import InMemory, Range, arrow_batches, composed, open_arrow
+from cache.source.columns import Layout
+from cache.source.find import DataFile, Part
+from cache.source.jsonl import codec_of
+from cache.source.mapped import MappedFile
+
+SLICE_BYTES = 1 << 24  # of text; a longer line ends with the block of so many that holds its end
+SLICE_ROWS = 20_000
+MOST_OF_A_GROUP = 8  # slices of one Parquet row group: each reads the group up to its own last row
+
+HashFile = Callable[[Path], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One slice to be."""
+
+    part: Part | None  # None: of the table in memory
+    range: Range
+    num_rows: int | None  # or lines, blank ones too; None where only reading would tell
+    size_bytes: int  # about so much text
+    content: str  # equal for equal rows in an equal order
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What a file is stored in: a row group or a record batch."""
+
+    rows: int
+    size_bytes: int
+    most_slices: int = 1 << 62
+
+
+def cuts_of_part(part: Part, layout: Layout, hash_file: HashFile) -> Iterator[Cut]:
+    """The slices of one file or mapping, in order; `hash_file` gives the hash of a file's content."""
+    if part.indices:
+        content = "|".join(hash_file(file.path) for file in (*part.files, *part.indices))
+        yield from cuts_of_table(composed(part), layout, content, part)
+        return
+    (file,) = part.files
+    if file.format == "jsonl" and codec_of(file.path) is None:
+        yield from _cuts_of_lines(part, file.path)
+    elif file.format == "jsonl":  # compressed lines can only be read from the beginning
+        yield Cut(part, Range(), None, file.path.stat().st_size, hash_file(file.path))
+    else:
+        units = _row_groups(file.path, layout) if file.format == "parquet" else _record_batches(file, layout)
+        yield from _cuts_of_units(part, units, hash_file(file.path), are_batches=file.format != "parquet")
+
+
+def cuts_of_table(memory: InMemory, layout: Layout, content: str, part: Part | None = None) -> Iterator[Cut]:
+    """The slices of a table in memory, or of a part with a mapping."""
+    table = memory.table.select(layout.names)
+    size = int(table.nbytes / max(1, table.num_rows) * memory.num_rows)
+    yield from _cuts_of_units(part, [_Unit(memory.num_rows, size)], content, are_batches=False)
+
+
+def _cuts_of_lines(part: Part, path: Path) -> Iterator[Cut]:
+    start = first_line = 0
+    with path.open("rb") as file:
+        while text := _whole_lines(file, start):
+            lines = text.count(b"\n")
+            if lines > SLICE_ROWS:
+                ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))
+                text, lines = text[: int(ends[SLICE_ROWS - 1]) + 1], SLICE_ROWS
+            stop = start + len(text)
+            rows = lines + (not text.endswith(b"\n"))
+            yield Cut(part, Range(start, stop, first_line), rows, len(text), xxhash.xxh3_128_hexdigest(text))
+            start, first_line = stop, first_line + lines
+
+
+def _whole_lines(file: BinaryIO, start: int) -> bytes:
+    """About `SLICE_BYTES` from `start` on, up to a line's end; a longer line as a whole. Empty at the file's end."""
+    file.seek(start)
+    text = b""
+    while True:
+        read = file.read(SLICE_BYTES)
+        text += read
+        if len(read) < SLICE_BYTES:  # the end of the file, which may lack its last line end
+            return text
+        if end := text.rfind(b"\n") + 1:
+            return text[:end]
+
+
+def _row_groups(path: Path, layout: Layout) -> Iterator[_Unit]:
+    metadata = pa.parquet.read_metadata(path)
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        used = [column for column in columns if column.path_in_schema.split(".")[0] in layout.names]
+        yield _Unit(group.num_rows, sum(column.total_uncompressed_size for column in used), MOST_OF_A_GROUP)
+
+
+def _record_batches(file: DataFile, layout: Layout) -> Iterator[_Unit]:
+    with MappedFile(file.path) as mapped:
+        for batch in arrow_batches(open_arrow(mapped, file, layout.names)):
+            yield _Unit(batch.num_rows, batch.select(layout.names).nbytes)
+
+
+def _cuts_of_units(part: Part | None, units: Iterable[_Unit], content: str, *, are_batches: bool) -> Iterator[Cut]:
+    """Small units together, large ones cut evenly."""
+
+    def cut(start: int, stop: int, size: int) -> Cut:
+        span = Range(start, stop, 0, *((first, first_row) if are_batches else (0, 0)))
+        return Cut(part, span, stop - start, size, f"{content}:{start}:{stop}")
+
+    row = begin = size = 0  # where the unit, and where the slice that is being filled, begins; bytes in it
+    first = first_row = 0  # the unit in which that slice begins, and its first row
+    for index, unit in enumerate(units):
+        if row > begin and (size + unit.size_bytes > SLICE_BYTES or row + unit.rows - begin > SLICE_ROWS):
+            yield cut(begin, row, size)
+            begin, size = row, 0
+        if row == begin:
+            first, first_row = index, row
+        parts = max(-(-unit.size_bytes // SLICE_BYTES), -(-unit.rows // SLICE_ROWS), 1)
+        row, size = row + unit.rows, size + unit.size_bytes
+        if parts > 1:
+            parts = min(parts, unit.most_slices)
+            edges = [begin + unit.rows * i // parts for i in range(parts + 1)]
+            yield from (cut(low, high, unit.size_bytes // parts) for low, high in pairwise(edges) if high > low)
+            begin, size = row, 0
+    if row > begin:
+        yield cut(begin, row, size)

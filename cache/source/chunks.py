@@ -1,0 +1,247 @@
+"""A range of rows of one file (or mapping, or table) → chunks: small Arrow batches that know where they came from.
+
+Arrow files are mapped, so a chunk is a view; the kernel is told what will be read next and what is done, so that a
+source of any size costs little memory. A row-number mapping (`_indices` of shuffle, select, filter) is composed chunk
+by chunk, never flattened to a copy of the whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from jaxtyping import Int64
+from numpy import ndarray
+
+from cache.source.columns import Layout
+from cache.source.find import DataFile, Part
+from cache.source.jsonl import conversation_batch, first_object, read_lines, schema_of, token_batch
+from cache.source.mapped import MappedFile
+from cache.source.place import Place
+
+CHUNK_TOKENS = 1 << 21  # tokens of a chunk; a longer row is its own chunk
+CHUNK_ROWS = 1 << 14
+CONVERSATIONS = 256  # rows of a chunk of conversations
+TAKE_BYTES = 1 << 24  # of rows that are put in the order of a mapping at once
+ALL = 1 << 62  # no range ends there
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some neighbouring rows of the source."""
+
+    batch: pa.RecordBatch
+    place: Place  # of the first row
+    read: float  # share of the range's file that was read with this chunk, 0..1
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.batch.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Neighbouring rows of one part: by row, or by byte where the rows are lines."""
+
+    start: int = 0
+    stop: int = ALL
+    first_line: int = 0  # number of the line at `start`
+    batch: int = 0  # record batch of an Arrow file that holds `start`, so that those before it are not opened,
+    batch_row: int = 0  # and its first row
+
+
+WHOLE = Range()
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A table, and the row numbers that select from it."""
+
+    table: pa.Table
+    indices: pa.ChunkedArray | None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.table.num_rows) if self.indices is None else len(self.indices)
+
+
+def part_chunks(part: Part, layout: Layout, span: Range = WHOLE) -> Iterator[Chunk]:
+    """Chunks of one file, or of several files in the order of a mapping."""
+    if part.indices:
+        yield from table_chunks(composed(part), layout, str(part.files[0].path.parent), span)
+        return
+    (file,) = part.files
+    if file.format == "jsonl":
+        yield from _jsonl_chunks(file.path, layout, span)
+    elif file.format == "parquet":
+        yield from _parquet_chunks(file.path, layout, span)
+    else:
+        yield from _arrow_chunks(file, layout, span)
+
+
+def composed(part: Part) -> InMemory:
+    """Mapped files, and the mapped row numbers that select from them."""
+    files = (*part.files, *part.indices)
+    tables = [open_arrow(MappedFile(file.path), file).read_all() for file in files]
+    count = len(part.files)
+    return InMemory(pa.concat_tables(tables[:count]), pa.concat_tables(tables[count:]).column(0))
+
+
+def open_arrow(mapped: MappedFile, file: DataFile, columns: list[str] | None = None) -> Any:
+    """The reader of an Arrow file or stream, of these columns only."""
+    opened = pa.ipc.open_file if file.format == "arrow file" else pa.ipc.open_stream
+    reader = opened(mapped.buffer)
+    if columns is None or len(columns) == len(reader.schema.names):
+        return reader
+    fields = sorted(reader.schema.get_field_index(name) for name in columns)
+    return opened(mapped.buffer, options=pa.ipc.IpcReadOptions(included_fields=fields))
+
+
+def arrow_batches(reader: Any, first: int = 0) -> Iterator[pa.RecordBatch]:
+    """The record batches from number `first` on."""
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        yield from (reader.get_batch(index) for index in range(first, reader.num_record_batches))
+        return
+    for index, batch in enumerate(reader):
+        if index >= first:
+            yield batch
+
+
+def table_chunks(memory: InMemory, layout: Layout, name: str, span: Range = WHOLE) -> Iterator[Chunk]:
+    """Chunks of a table in memory, in the order of its row numbers where it has some."""
+    table = memory.table.select(layout.names)
+    total = max(1, memory.num_rows)
+    row, stop = span.start, min(span.stop, memory.num_rows)
+    if memory.indices is None:
+        for batch in table.slice(row, stop - row).to_batches():
+            for start, part in _cut(batch, layout):
+                yield Chunk(part, Place(name, row + start), (row + start + part.num_rows) / total)
+            row += batch.num_rows
+        return
+    batches = [batch for batch in table.to_batches() if batch.num_rows]
+    ends = np.cumsum([batch.num_rows for batch in batches], dtype=np.int64)
+    row_bytes = max(1.0, table.nbytes / max(1, table.num_rows))
+    step = int(min(CHUNK_ROWS, max(1, TAKE_BYTES / row_bytes)))
+    for begin in range(row, stop, step):
+        numbers = np.asarray(memory.indices.slice(begin, min(step, stop - begin))).astype(np.int64, copy=False)
+        batch = _take(batches, ends, numbers)
+        for start, part in _cut(batch, layout):
+            yield Chunk(part, Place(name, begin + start), (begin + start + part.num_rows) / total)
+
+
+def _jsonl_chunks(path: Path, layout: Layout, span: Range) -> Iterator[Chunk]:
+    size = max(1, path.stat().st_size)
+    tokens = layout.kind == "tokens"
+    schema = schema_of(first_object(path), layout, path) if tokens else None
+    options = {} if tokens else {"block_bytes": 1 << 19}
+    for lines in read_lines(path, start=span.start, stop=span.stop, first_line=span.first_line, **options):
+        batch = token_batch(lines, layout, schema, path) if tokens else conversation_batch(lines, layout, path)
+        for start, part in _cut(batch, layout):
+            yield Chunk(part, Place(str(path), lines.first + start, lines=True), min(1.0, lines.position / size))
+
+
+def _parquet_chunks(path: Path, layout: Layout, span: Range) -> Iterator[Chunk]:
+    with pa.parquet.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=1 << 20) as file:
+        num_rows = max(1, file.metadata.num_rows)
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        size = int(min(CHUNK_ROWS, max(1, (1 << 24) * num_rows / max(1, sum(g.total_byte_size for g in groups)))))
+        ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
+        wanted = np.flatnonzero((ends > span.start) & (ends < span.stop + np.diff(ends, prepend=0))).tolist()
+        row = int(ends[wanted[0]]) - groups[wanted[0]].num_rows if wanted else 0
+        for batch in file.iter_batches(batch_size=size, row_groups=wanted, columns=layout.names, use_threads=False):
+            for start, part in _cut_within(batch, layout, row, span):
+                yield Chunk(part, Place(str(path), start), (start + part.num_rows) / num_rows)
+            row += batch.num_rows
+            if row >= span.stop:
+                return
+
+
+def _arrow_chunks(file: DataFile, layout: Layout, span: Range) -> Iterator[Chunk]:
+    with MappedFile(file.path) as mapped:
+        row = span.batch_row
+        for batch in arrow_batches(open_arrow(mapped, file, layout.names), span.batch):
+            for start, part in _cut_within(batch.select(layout.names), layout, row, span):
+                used = [found for column in part.columns if (found := used_bytes(column)) is not None]
+                mapped.will_read(used)
+                yield Chunk(part, Place(str(file.path), start), mapped.share(used))
+                mapped.done(used)
+            row += batch.num_rows
+            if row >= span.stop:
+                return
+
+
+def _cut_within(batch: pa.RecordBatch, layout: Layout, row: int, span: Range) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """As `_cut`, of those of the batch's rows that lie in the range; numbered as the file's."""
+    low, high = max(span.start - row, 0), min(span.stop - row, batch.num_rows)
+    if high > low:
+        for start, part in _cut(batch.slice(low, high - low), layout):
+            yield row + low + start, part
+
+
+def _cut(batch: pa.RecordBatch, layout: Layout) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Slices of a batch of at most `CHUNK_TOKENS` tokens (but at least a row), with their first row."""
+    if layout.kind == "conversations":
+        edges = [*range(0, batch.num_rows, CONVERSATIONS), batch.num_rows]
+    else:
+        edges = _edges(batch.column(layout.ids))
+    for start, stop in pairwise(edges):
+        if stop > start:
+            yield start, batch.slice(start, stop - start)
+
+
+def _edges(column: pa.Array) -> list[int]:
+    """Rows at which to cut: a loop over chunks, each found by bisection."""
+    ends = _ends(column)
+    total = int(ends[-1]) if ends.size else 0
+    size = -(-total // -(-total // CHUNK_TOKENS)) if total else 1  # equal parts, no small rest
+    edges = [0]
+    while edges[-1] < ends.size:
+        begin = edges[-1]
+        before = int(ends[begin - 1]) if begin else 0
+        stop = int(np.searchsorted(ends, before + size, side="right"))
+        edges.append(min(max(stop, begin + 1), begin + CHUNK_ROWS))
+    return edges
+
+
+def _ends(column: pa.Array) -> Int64[ndarray, "R"]:
+    """End of each row in tokens, from the batch's start; a null row may count what it hides."""
+    while isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        offsets = np.asarray(column.offsets).astype(np.int64, copy=False)
+        return offsets[1:] - offsets[:1]
+    size = column.type.list_size if pa.types.is_fixed_size_list(column.type) else 1
+    return np.arange(1, len(column) + 1, dtype=np.int64) * size
+
+
+def used_bytes(column: pa.Array) -> tuple[int, int] | None:
+    """Addresses of the values that a slice of a list column uses, where they are plain numbers."""
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or not len(column):
+        return None
+    child, offsets = column.values, column.offsets
+    if not pa.types.is_integer(child.type) or child.buffers()[1] is None:
+        return None
+    width = child.type.bit_width // 8
+    base = child.buffers()[1].address + child.offset * width
+    return base + offsets[0].as_py() * width, base + offsets[len(column)].as_py() * width
+
+
+def _take(batches: list[pa.RecordBatch], ends: Int64[ndarray, "b"], rows: Int64[ndarray, "n"]) -> pa.RecordBatch:
+    """Rows by number, in the order given: one take from each batch that holds some, then one to order them."""
+    order = np.argsort(rows, kind="stable")
+    ascending = rows[order]
+    holder = np.searchsorted(ends, ascending, side="right")
+    cuts = [0, *(np.flatnonzero(np.diff(holder)) + 1).tolist(), rows.size]
+    taken = []
+    for low, high in pairwise(cuts):
+        batch = batches[int(holder[low])]
+        first = int(ends[holder[low]]) - batch.num_rows
+        taken.append(batch.take(pa.array(ascending[low:high] - first)))
+    back = np.empty(rows.size, dtype=np.int64)
+    back[order] = np.arange(rows.size)
+    table = pa.Table.from_batches(taken).combine_chunks()
+    return table.to_batches()[0].take(pa.array(back))

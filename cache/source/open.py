@@ -1,0 +1,109 @@
+"""Any accepted source, opened: which parts it has, what its columns mean, and its rows as chunks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from cache.config import RowsConfig
+from cache.errors import BadSource
+from cache.source.chunks import Chunk, InMemory, open_arrow, part_chunks, table_chunks
+from cache.source.columns import Layout, resolve
+from cache.source.find import DataFile, Part
+from cache.source.first_text import tells_first_text
+from cache.source.jsonl import first_object, type_of
+from cache.source.mapped import MappedFile
+
+IN_MEMORY = "the table in memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is to be read: parts of one file each, or with a mapping over several, or a table in memory."""
+
+    parts: tuple[Part, ...]
+    table: InMemory | None
+    layout: Layout
+    num_rows: int | None  # where it is known without reading
+
+    def chunks(self) -> Iterator[Chunk]:
+        if self.table is not None:
+            yield from table_chunks(self.table, self.layout, IN_MEMORY)
+            return
+        sizes = [sum(file.path.stat().st_size for file in part.files) for part in self.parts]
+        total, before = max(1, sum(sizes)), 0
+        for part, size in zip(self.parts, sizes, strict=True):
+            for chunk in part_chunks(part, self.layout):
+                yield Chunk(chunk.batch, chunk.place, (before + chunk.read * size) / total)
+            before += size
+
+
+def in_memory(data: Any) -> InMemory:
+    """A `pyarrow.Table`, or a `datasets.Dataset` (known by its attributes: the library is not imported)."""
+    if isinstance(data, pa.Table):
+        return InMemory(data, None)
+    inner = getattr(getattr(data, "data", None), "table", None)
+    if isinstance(inner, pa.Table):
+        indices = getattr(data, "_indices", None)
+        return InMemory(inner, None if indices is None else indices.column(0))
+    raise BadSource(f"rows in memory: {type(data).__name__}, expected a pyarrow.Table or a datasets.Dataset.")
+
+
+def open_source(parts: Sequence[Part], rows: RowsConfig, data: Any = None) -> Source:
+    """Resolve the columns, which must be the same in every file."""
+    if data is not None:
+        table = in_memory(data)
+        layout = _resolved(table.table.schema, rows, IN_MEMORY)
+        return Source((), table, layout, table.num_rows)
+    found: list[tuple[Path, Layout]] = []
+    count = 0
+    for file in (file for part in parts for file in part.files):
+        schema, num_rows = _describe(file)
+        found.append((file.path, _resolved(schema, rows, str(file.path))))
+        count = -1 if num_rows is None or count < 0 else count + num_rows
+    layout = _common(found)
+    known = count if count >= 0 and not any(part.indices for part in parts) else None
+    single = [one for part in parts for one in ([part] if part.indices else [Part((file,)) for file in part.files])]
+    return Source(tuple(single), None, layout, known)
+
+
+def column_names(parts: Sequence[Part]) -> list[str]:
+    """The columns of the first file; `open_source` refuses others that differ in what is read."""
+    return list(_describe(parts[0].files[0])[0].names)
+
+
+def _resolved(schema: pa.Schema, rows: RowsConfig, file: str) -> Layout:
+    layout = resolve(schema.names, rows, file)
+    is_told = layout.said is not None and tells_first_text(schema.field(layout.said).type)
+    return layout if is_told else replace(layout, said=None)
+
+
+def _common(found: list[tuple[Path, Layout]]) -> Layout:
+    """The one layout of all files. Only if all tell what ids were made of is that read."""
+    said = {layout.said for _, layout in found}
+    layouts = [(path, replace(layout, said=None)) for path, layout in found]
+    first, layout = layouts[0]
+    for path, other in layouts:
+        if other != layout:
+            raise BadSource(
+                f"{path}: columns {', '.join(other.names)}, but {first} has {', '.join(layout.names)}. Prepare "
+                "files with other columns apart."
+            )
+    return replace(layout, said=said.pop() if len(said) == 1 else None)
+
+
+def _describe(file: DataFile) -> tuple[pa.Schema, int | None]:
+    """Columns, and the number of rows where the file tells. Of lines, the types that the first one shows."""
+    try:
+        if file.format == "parquet":
+            metadata = pa.parquet.read_metadata(file.path)
+            return metadata.schema.to_arrow_schema(), int(metadata.num_rows)
+        if file.format == "jsonl":
+            return pa.schema([(name, type_of(value)) for name, value in first_object(file.path).items()]), None
+        with MappedFile(file.path) as mapped:
+            return open_arrow(mapped, file).schema, None
+    except pa.ArrowInvalid as error:
+        raise BadSource(f"{file.path}: not a readable {file.format} ({error}). Write or download it again.") from None

@@ -1,0 +1,19 @@
+"""Where a row stands in its file, as errors name it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the first row of a chunk stands, to name a row in an error."""
+
+    file: str
+    first_row: int
+    lines: bool = False  # rows are lines, which people count from 1
+
+    def __call__(self, row: int) -> str:
+        return (
+            f"line {self.first_row + row + 1} of {self.file}"
+            if self.lines
+            else f"row {self.first_row + row} of {self.file}"
+        )

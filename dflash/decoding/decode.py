@@ -1,0 +1,221 @@
+"""Speculative decoding: the drafter proposes a block, one target pass checks it, what it accepts is emitted.
+
+    prompts ─▶ target: first token, features ─▶ [ drafter: K−1 drafts ─▶ target: accept, one more token ] …
+
+Several prompts go through a pass together, each accepting as many drafts as it may. Both caches hold confirmed
+positions only: all tokens but the last one emitted, which is the next block's anchor.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from dflash.decoding.rollback import RowCache, room
+from dflash.decoding.sampling import Dice, Proposal, Sampling, SeededDice
+from dflash.model.drafter import ContextState, Drafter, embed_blocks
+from dflash.model.head import Head
+from dflash.target.frozen import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where an answer ends: behind its first stop token, or after so many tokens, or at the target's last position."""
+
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What a target pass gave one row: accepted drafts, then the target's own token unless the answer ended before."""
+
+    row: int
+    ids: tuple[int, ...]
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """An answer. Passes are those after the prompt's own, which gave the first token."""
+
+    ids: tuple[int, ...]
+    emitted: tuple[int, ...]  # tokens by pass: accepted drafts and the bonus token
+    accepted: tuple[int, ...]  # drafts that were accepted, by pass
+    seconds: float  # of the whole batch that it was decoded in
+    gaps: tuple[float, ...] = ()  # how far the best logit was above the second, by token; only in plain decoding
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens emitted by a target pass, bonus token included."""
+        return sum(self.emitted) / len(self.emitted) if self.emitted else float("nan")
+
+
+def plain(target: Target, prompt: Int[Tensor, " S"], limits: Limits, sampling: Sampling, dice: Dice) -> Decoded:
+    """The target alone, one token a pass."""
+    start = time.perf_counter()
+    end = room(target, prompt, limits.max_new_tokens)
+    cache = DynamicCache(config=target.model.config)
+    ids: list[int] = []
+    best: list[Tensor] = []
+    pending = prompt
+    while len(ids) < end and not (ids and ids[-1] in limits.stop_ids):
+        logits, _ = target.forward(pending[None].to(target.device), cache, logits_to_keep=1)
+        ids.append(int(sampling.choose(logits[0, -1:], dice)))
+        best.append(logits[0, -1].topk(2).values)
+        pending = torch.tensor(ids[-1:])
+    seconds = time.perf_counter() - start
+    passes = len(ids) - 1
+    gaps = tuple((first - second).item() for first, second in best)
+    return Decoded(tuple(ids), (1,) * passes, (0,) * passes, seconds, gaps)
+
+
+def speculate(
+    target: Target,
+    drafter: Drafter,
+    ends: tuple[nn.Module, Head],
+    prompts: Sequence[Int[Tensor, " S"]],
+    limits: Limits,
+    sampling: Sampling,
+    dice: Sequence[Dice],
+) -> list[Decoded]:
+    """Decode prompts with the drafter's help; `dice` has one for each."""
+    start = time.perf_counter()
+    ids: list[list[int]] = [[] for _ in prompts]
+    passes: list[list[Emission]] = [[] for _ in prompts]
+    for emissions in stream(target, drafter, ends, prompts, limits, sampling, dice):
+        for emission in emissions:
+            if ids[emission.row]:
+                passes[emission.row].append(emission)
+            ids[emission.row] += emission.ids
+    seconds = time.perf_counter() - start
+    return [
+        Decoded(tuple(row), tuple(len(e.ids) for e in given), tuple(e.accepted for e in given), seconds)
+        for row, given in zip(ids, passes, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class _Row:
+    """An answer under way. The position of its last token is that of the next anchor."""
+
+    index: int
+    anchor: int
+    last: int
+    room: int  # tokens that may follow
+    dice: Dice
+    proposal: Proposal = field(default_factory=lambda: Proposal((), None))
+
+
+@torch.no_grad()
+def stream(
+    target: Target,
+    drafter: Drafter,
+    ends: tuple[nn.Module, Head],
+    prompts: Sequence[Int[Tensor, " S"]],
+    limits: Limits,
+    sampling: Sampling,
+    dice: Sequence[Dice],
+) -> Iterator[list[Emission]]:
+    """After every target pass, what each unfinished row got from it: first one token each, then runs of 1 to K.
+
+    Raises ConfigMismatch for a prompt without room, TargetMismatch for a target whose cache cannot be cropped.
+    """
+    rooms = [room(target, prompt, limits.max_new_tokens) for prompt in prompts]
+    cache = RowCache(target, list(prompts))
+    logits, features = cache.prefill()
+    context = Context(drafter, len(prompts), features.shape[1] + max(rooms) + drafter.shape.block_size)
+    context.write(features, torch.zeros(len(prompts), dtype=torch.long))
+    rows = []
+    for index, (prompt, left) in enumerate(zip(prompts, rooms, strict=True)):
+        first = int(sampling.choose(logits[index][None], dice[index]))
+        rows.append(_Row(index, prompt.numel(), first, left - 1, dice[index]))
+    yield [Emission(row.index, (row.last,), 0) for row in rows]
+    while rows := _unfinished(rows, limits, cache, context):
+        logits_by_row = draft_logits(
+            drafter, ends, context.states, [row.last for row in rows], [row.anchor for row in rows]
+        )
+        for row, slots in zip(rows, logits_by_row, strict=True):
+            # A row near its end is checked only as far as it may go.
+            row.proposal = sampling.propose(slots[: row.room], row.dice)
+        width = max(len(row.proposal.tokens) for row in rows)
+        padded = [[row.last, *row.proposal.tokens] + [0] * (width - len(row.proposal.tokens)) for row in rows]
+        logits, features = cache.extend(torch.tensor(padded, device=target.device))
+        context.write(features, torch.tensor([row.anchor for row in rows]))
+        emissions = [_accept(row, logits[b], limits, sampling) for b, row in enumerate(rows)]
+        cache.keep([len(emission.ids) for emission in emissions], width + 1)
+        yield emissions
+
+
+def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: Limits, sampling: Sampling) -> Emission:
+    """Move a row on by its accepted drafts and the token after them, as far as a stop token or its end."""
+    count = len(row.proposal.tokens)
+    accepted, token = sampling.verify(logits[: count + 1], row.proposal, row.dice)
+    new = [*row.proposal.tokens[:accepted], token][: row.room]
+    stop = next((i for i, one in enumerate(new) if one in limits.stop_ids), len(new) - 1)
+    new = new[: stop + 1]
+    row.anchor, row.last, row.room = row.anchor + len(new), new[-1], row.room - len(new)
+    return Emission(row.index, tuple(new), min(accepted, len(new)))
+
+
+def _unfinished(rows: list[_Row], limits: Limits, cache: RowCache, context: "Context") -> list[_Row]:
+    going = [b for b, row in enumerate(rows) if row.room > 0 and row.last not in limits.stop_ids]
+    if going and len(going) < len(rows):
+        cache.select(going)
+        context.select(going)
+    return [rows[b] for b in going]
+
+
+class Context:
+    """The drafter's keys and values by position, for rows of unequal length.
+
+    A pass writes all of its columns; those behind the accepted ones lie at or after the next anchor, where no block
+    sees them, and the next pass writes over them.
+    """
+
+    def __init__(self, drafter: Drafter, rows: int, positions: int) -> None:
+        shape, weight = drafter.shape, drafter.fc.weight
+        size = (rows, positions, shape.num_key_value_heads, shape.head_dim)
+        self._drafter = drafter
+        self.states = [ContextState(weight.new_zeros(size), weight.new_zeros(size)) for _ in range(shape.num_layers)]
+
+    def write(self, features: Float[Tensor, "B n N*H"], start: Int[Tensor, " B"]) -> None:
+        """Put features of positions start, start+1, … of each row in their places."""
+        device = self._drafter.fc.weight.device
+        start = start.to(device)
+        rows = torch.arange(features.shape[0], device=device)[:, None]
+        positions = start[:, None] + torch.arange(features.shape[1], device=device)
+        for state, new in zip(self.states, self._drafter.context(features.to(device), start), strict=True):
+            state.key[rows, positions] = new.key
+            state.value[rows, positions] = new.value
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these rows only."""
+        self.states = [ContextState(state.key[rows], state.value[rows]) for state in self.states]
+
+
+def draft_logits(
+    drafter: Drafter, ends: tuple[nn.Module, Head], context: list[ContextState], tokens: list[int], anchors: list[int]
+) -> Float[Tensor, "B K-1 V"]:
+    """The drafter's logits of slots 1..K−1 for one block a row: a token and its position."""
+    embedding, head = ends
+    device = drafter.fc.weight.device
+    embedded = embed_blocks(
+        embedding,
+        torch.tensor(tokens, device=device)[:, None],
+        drafter.shape.block_size,
+        drafter.shape.mask_token_id,
+    )
+    hidden = drafter.blocks(
+        context, embedded.to(drafter.fc.weight.dtype), torch.tensor(anchors, device=device)[:, None]
+    )
+    return head.logits(hidden[:, 0, 1:])
+
+
+def seeded(seed: int, count: int, device: torch.device) -> list[SeededDice]:
+    """Dice for prompts 0, 1, …: the same for a prompt whatever others are decoded."""
+    return [SeededDice(seed + index, device) for index in range(count)]

@@ -1,0 +1,173 @@
+"""One checkpoint → the layouts that servers load: config.json and model.safetensors of a `DFlashDraftModel`.
+
+Nothing appears under a final name before the gate has passed: a fresh process loads what was written and gets the
+trainer's logits, no tensor and no config key can be missing unnoticed, and every tensor has a part in the logits.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
+from dflash.export.layouts import Json, TargetFacts, check_config, check_tensors, layout_config, read_drafter
+from dflash.export.layouts import load_exported as load_exported  # `python -m dflash probe` asks here
+from dflash.files import durable_directory, write_json
+from dflash.model.drafter import Drafter
+from dflash.model.head import Head
+from dflash.run_directory import Progress, RunDirectory
+from dflash.target.frozen import Target, drafter_shape, stop_tokens, text_config
+from dflash.training import checkpoint
+from dflash.training.starting import load_drafter
+
+TOLERANCE = 1e-5  # float32 logits, the same weights in two processes
+
+
+def export(path: Path) -> None:
+    """Write the best checkpoint as RUN/export/LAYOUT/ (or export.path/LAYOUT), and export.json.
+
+    Raises CheckpointCorrupt without a checkpoint or when what was written does not pass the gate, ConfigMismatch for a
+    mask token that is missing or has another meaning, TargetMismatch for a layout that cannot serve this target.
+    """
+    run = RunDirectory(path)
+    config = run.config()
+    found = checkpoint.best(run.checkpoints)
+    if found is None:
+        raise CheckpointCorrupt(f"{run.checkpoints} holds no checkpoint. Train the run first.")
+    target_config = text_config(config.target)
+    shape = drafter_shape(config.drafter, target_config, stop_tokens(config.target))
+    base = Path(config.export.path) if config.export.path else path / "export"
+    layouts = list(dict.fromkeys(config.export.layouts))
+    progress = Progress(run, "export", 2 * len(layouts), "parts")
+    drafter = load_drafter(shape, found).eval()
+    cpu = torch.device("cpu")
+    embedding, head = Target.load(config.target, shape.taps, cpu).ends(cpu)
+    facts = target_facts(config.target.model, target_config)
+    written = {}
+    for layout in layouts:
+        if layout == "speculators":
+            refuse_other_ends(embedding, head)
+        final = base / layout
+        with durable_directory(final) as partial:
+            write_layout(partial, drafter, layout_config(layout, shape, facts))
+            progress.advance(f"{layout} written")
+            difference = gate(drafter, head, partial)
+        progress.advance(f"{layout} loaded back")
+        written[layout] = {
+            "path": str(final),
+            "max_logit_difference": difference,
+            "tensors": len(drafter.state_dict()),
+            "size_bytes": sum(file.stat().st_size for file in final.iterdir()),
+        }
+    first = layouts[0]
+    run.write("export.json", {**written[first], "layout": first, "checkpoint": str(found.path), "layouts": written})
+
+
+def target_facts(name: str, config: PreTrainedConfig) -> TargetFacts:
+    """What the layouts say of the target."""
+    return TargetFacts(
+        name=name,
+        architectures=list(getattr(config, "architectures", None) or []),
+        bos_token_id=getattr(config, "bos_token_id", None),
+        eos_token_id=getattr(config, "eos_token_id", None),
+    )
+
+
+def refuse_other_ends(embedding: nn.Module, head: Head) -> None:
+    """Raise TargetMismatch where `speculators`, which reads the two weights alone, would compute something else."""
+    ids = torch.arange(min(16, head.weight.shape[0]))
+    weight = embedding.get_parameter("weight")
+    if head.bias is not None or not torch.equal(embedding(ids), weight[ids]):
+        raise TargetMismatch(
+            "export.layouts: speculators takes the target's embedding and head as bare weights; this target's "
+            f"{'head has a bias' if head.bias is not None else 'embedding is scaled'}, so its drafts would be others. "
+            "Export the dflash layout only."
+        )
+
+
+def write_layout(directory: Path, drafter: Drafter, config: Json) -> None:
+    """model.safetensors and config.json of one layout."""
+    # A view or a transposed tensor is a good weight but no good file.
+    tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", config)
+
+
+def probe(drafter: Drafter) -> Tensor:
+    """Final hidden states of seeded inputs, the same in every process."""
+    shape = drafter.shape
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 24, len(shape.taps) * shape.hidden_size, generator=generator)
+    embedded = torch.randn(1, 3, shape.block_size, shape.hidden_size, generator=generator)
+    hidden: Tensor = drafter(features, embedded, torch.tensor([[3, 11, 24]]))
+    return hidden
+
+
+def gate(drafter: Drafter, head: Head, directory: Path) -> float:
+    """Largest difference of logits between the trainer's drafter and what a fresh process loads from `directory`.
+
+    Raises CheckpointCorrupt when there is one, or when something in the directory could be lost without notice.
+    """
+    out = directory / "probe.safetensors"
+    command = [sys.executable, "-m", "dflash", "probe", str(directory), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CheckpointCorrupt(f"a fresh process could not load the exported drafter: {done.stderr[-2000:]}")
+    head = replace(head, weight=head.weight.float(), bias=None if head.bias is None else head.bias.float())
+    with torch.no_grad():
+        difference = float((head.logits(load_file(out)["hidden"]) - head.logits(probe(drafter))).abs().max())
+    out.unlink()
+    if not difference <= TOLERANCE:
+        raise CheckpointCorrupt(
+            f"the exported drafter differs from the trainer's by {difference:.2e}, expected at most {TOLERANCE:.0e}. "
+            "Nothing was exported."
+        )
+    refuse_silent_losses(
+        json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    )
+    return difference
+
+
+def refuse_silent_losses(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Raise CheckpointCorrupt when a config key or a tensor can be removed unnoticed, or a tensor is never used."""
+    loaded = read_drafter(config, tensors)
+    unnoticed = []
+    for path in _key_paths(config):
+        lacking = copy.deepcopy(config)
+        place = lacking
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+        if _is_read(lacking, tensors):
+            unnoticed.append(".".join(path))
+    unnoticed += [name for name in tensors if _is_read(config, {k: v for k, v in tensors.items() if k != name})]
+    probe(loaded).square().sum().backward()  # type: ignore[no-untyped-call]
+    unused = [name for name, p in loaded.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    if unnoticed or unused:
+        raise CheckpointCorrupt(
+            f"the exported drafter would load without {unnoticed}, and does not use {unused}; expected neither. "
+            "Nothing was exported."
+        )
+
+
+def _key_paths(config: Json, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from _key_paths(value, (*before, key))
+
+
+def _is_read(config: Json, tensors: dict[str, Tensor]) -> bool:
+    try:
+        check_tensors(check_config(config), tensors)
+    except (CheckpointCorrupt, ConfigMismatch):
+        return False
+    return True

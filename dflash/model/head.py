@@ -1,0 +1,46 @@
+"""The target's LM head: final hidden states → logits, whole or in tiles of the vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The target's LM head: `softcap((weight · hidden + bias) · scale)`."""
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, hidden: Float[Tensor, "*n H"]) -> Float[Tensor, "*n V"]:
+        """The target's logits of final hidden states, in the head's own dtype, rounded where the target rounds."""
+        return self._finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+
+    def tile(self, hidden: Float[Tensor, "n H"], start: int, stop: int) -> Float[Tensor, "n stop-start"]:
+        """Logits of a range of the vocabulary, at least float32."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        raw = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight[start:stop], bias)
+        return self._finish(raw.to(at_least_float32(raw.dtype)))
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """∂ logit / ∂ raw where the cap bends it, d tanh = 1 − tanh²; None where it does not."""
+        return None if self.softcap is None else 1 - (logits / self.softcap).square()
+
+    def to(self, dtype: torch.dtype) -> "Head":
+        """The head in another dtype; rows that are the embedding's are copied, not changed."""
+        return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype), self.softcap, self.scale)
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,48 @@
+"""The target's tokenizer: where its files are, and whether it is the one that made the rows."""
+
+from pathlib import Path
+
+from cache.disk.manifest import Manifest
+from cache.key.tokenizer_files import hash_vocabulary, probe_ids
+from dflash.config import TargetConfig
+from dflash.errors import TargetMismatch
+
+# What a tokenizer needs of a hub model, and its sizes; not the weights.
+_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def tokenizer_directory(target: TargetConfig) -> Path:
+    """Where the tokenizer's files and the sizes are; those of a hub model are fetched, its weights are not."""
+    directory = Path(target.model)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download  # imported here: a target on disk needs no hub
+
+    return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=_FILES))
+
+
+def check_tokenizer(manifest: Manifest, target: TargetConfig) -> None:
+    """Raise TargetMismatch when the rows were made with another tokenizer than the target's.
+
+    Two tokenizers of one size pass every other check: the drafter would learn, and draft, other words. Rows that came
+    tokenised without a tokenizer say nothing of theirs.
+    """
+    facts = manifest.tokenizer
+    if not facts.get("probe"):
+        return
+    directory = tokenizer_directory(target)
+    repair = "Prepare the rows again with this target."
+    expected, got = facts["probe"], probe_ids(directory)
+    if got != expected:
+        pairs = zip(got, expected, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected)))
+        raise TargetMismatch(
+            f"the rows' tokenizer is not the target's: for a probe text it gave {expected[at : at + 4]} at token {at}, "
+            f"where {target.model} gives {got[at : at + 4]}. {repair}"
+        )
+    texts = hash_vocabulary(directory)
+    if texts != facts.get("vocabulary", texts):
+        raise TargetMismatch(
+            f"the rows' tokenizer is not the target's: the texts of all its ids hash to {facts['vocabulary']}, those "
+            f"of {target.model} to {texts}, so some id stands for other words. {repair}"
+        )

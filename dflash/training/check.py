@@ -1,0 +1,139 @@
+"""What a run will need and how long it will take: rows, steps, disk, memory, and time from a measured step."""
+
+import math
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.batch import Step
+from dflash.config import RunConfig
+from dflash.distributed import Ranks
+from dflash.host import cpu_threads, free_bytes
+from dflash.pipeline.train_plan import Plan
+from dflash.run_directory import Progress
+from dflash.target.placement import place
+from dflash.training import checkpoint
+from dflash.training.initial_drafter import new_drafter
+from dflash.training.open_run import OpenRun, open_run
+from dflash.training.stage_seconds import stage_seconds
+from dflash.training.trainer import Trainer
+
+_MEASURED = 4  # micro-batches that are timed, after the largest one, which warms up and fills the memory
+
+
+def check(path: Path, tokens: Path) -> None:
+    """Write plan.json: what is needed, what is there, and what does not fit.
+
+    Raises what `open_run` does, and ConfigMismatch when the run's devices are not there.
+    """
+    opened = open_run(path, tokens)
+    done = checkpoint.newest(opened.run.checkpoints)
+    plan, training = Plan(opened.store, opened.config), opened.config.training
+    steps = [plan.steps(epoch) for epoch in range(training.epochs)]
+    left = sum(steps) - (done.state.steps_total if done else 0)
+    measured = _measure(opened, plan)
+    parameters = measured["parameters"]
+    features = opened.store.manifest.tokens * opened.feature_width * 2
+    disk = {
+        "checkpoints": (training.keep + 2) * parameters * 3 * 4,
+        "features": features if training.features == "reuse" and not (path / "features").exists() else 0,
+        "export": parameters * 4,
+    }
+    free = shutil.disk_usage(path).free
+    refusals = []
+    if sum(disk.values()) > free:
+        refusals.append(
+            f"disk: {sum(disk.values()) / 1e9:.1f} GB needed in {path}, {free / 1e9:.1f} GB are free. "
+            "Free some, lower training.keep, or set training.features=stream."
+        )
+    for device, need in measured["memory_bytes"].items():
+        available = measured["available_memory_bytes"][device]
+        if need > available:
+            refusals.append(
+                f"memory: {need / 1e9:.1f} GB needed on {device}, {available / 1e9:.1f} GB are available. "
+                "Lower training.tokens_per_batch or training.anchors."
+            )
+    seconds = measured["step_seconds"]
+    opened.run.write(
+        "plan.json",
+        {
+            "rows": int(opened.store.rows(0).size),
+            "held_out_rows": int(opened.store.rows(1).size),
+            "epochs": training.epochs,
+            "steps_per_epoch": steps[0],
+            "steps": sum(steps),
+            "steps_left": left,
+            "disk_bytes": disk,
+            "free_disk_bytes": free,
+            "memory_bytes": measured["memory_bytes"],
+            "available_memory_bytes": measured["available_memory_bytes"],
+            "step_seconds": seconds,
+            "seconds_total": _seconds_total(steps, left, seconds, opened.config),
+            "fits": not refusals,
+            "refusals": refusals,
+        },
+    )
+
+
+def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], config: RunConfig) -> float:
+    """Target and drafter take turns on one device and work side by side on several.
+
+    Where features are reused, only what is left of the first epoch pays for the target.
+    """
+    devices = place(config.target, _first_of(config)).decided(seconds["target"], seconds["train"])
+    with_target = max(0, left - sum(steps[1:])) if config.training.features == "reuse" else left
+    if not devices.apart:  # every device does some of all the work
+        return (left * seconds["train"] + with_target * seconds["target"]) / len(devices.targets)
+    target = seconds["target"] / len(devices.targets)
+    return with_target * max(seconds["train"], target) + (left - with_target) * seconds["train"]
+
+
+def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
+    """Run a few micro-batches of the first epoch with the real parts, the largest first, and throw the result away."""
+    config = opened.config
+    torch.set_num_threads(cpu_threads())
+    devices = place(config.target, _first_of(config))
+    devices.enter()
+    progress = Progress(opened.run, "check", _MEASURED + 1, "micro-batches")
+    target = opened.load_target(devices.targets[0])
+    drafter = new_drafter(opened.shape, config.drafter, target, config.training.seed).to(devices.drafter)
+    trainer = Trainer(drafter, *target.ends(devices.drafter), config.training)
+    micro = sorted(
+        plan.micro_batches(0, 0, 1),
+        key=lambda item: item[1].size * int(opened.store.lengths[item[1]].max()),
+        reverse=True,
+    )
+    micro = [micro[0], *(micro[len(micro) * i // _MEASURED] for i in range(_MEASURED))]
+
+    def step() -> None:
+        trainer.step(Step(0, 0, 1, (0,))).report()
+        progress.advance()
+
+    seconds = stage_seconds(plan, target, trainer, micro, step)
+    assert seconds is not None
+    by_step = math.ceil(config.training.batches_per_step / config.training.processes)
+    return {
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "step_seconds": {"target": by_step * seconds.target, "train": by_step * seconds.train},
+        **_memory(devices.drafter, config.training.processes),
+    }
+
+
+def _first_of(config: RunConfig) -> Ranks:
+    """The one that is measured of the processes that this machine will run."""
+    return Ranks(size=config.training.processes, local_size=config.training.processes)
+
+
+def _memory(device: torch.device, processes: int) -> dict[str, Any]:
+    """Peak memory of the measured steps, and what there is for them; the host's is shared by all processes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    available = free_bytes(torch.device("cpu")) + peak
+    need, there = {"memory": processes * peak}, {"memory": available}
+    if device.type == "cuda":
+        free = free_bytes(device)
+        held = torch.cuda.max_memory_reserved(device)
+        need[str(device)], there[str(device)] = held, free + held
+    return {"memory_bytes": need, "available_memory_bytes": there}

@@ -1,0 +1,83 @@
+"""Where the drafter's layers start from: at random, or as copies of the target's last layers."""
+
+import torch
+from torch import Tensor, nn
+
+from dflash.config import DrafterConfig
+from dflash.errors import ConfigMismatch
+from dflash.model.drafter import Drafter, DrafterShape
+from dflash.target.frozen import Target, decoder_layers
+
+_STD = 0.02  # the initializer range of the Qwen3 family
+
+
+def new_drafter(shape: DrafterShape, config: DrafterConfig, target: Target, seed: int) -> Drafter:
+    """A drafter in float32 on the CPU, the same for the same seed.
+
+    Raises ConfigMismatch when init=target and the target's layers do not compute what the drafter's do.
+    """
+    drafter = Drafter(shape).float()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=_STD, generator=generator)
+    if config.init == "target":
+        _copy_target(drafter, target)
+    return drafter
+
+
+@torch.no_grad()
+def _copy_target(drafter: Drafter, target: Target) -> None:
+    """Layers from the target's last ones, `fc` the identity on the last tap, norms alike.
+
+    The last tap is then what the first copied layer read in the target, up to the QK-norm that the target may lack.
+    """
+    hidden = drafter.shape.hidden_size
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -hidden:] = torch.eye(hidden)
+    sources = decoder_layers(target.model)[-drafter.shape.num_layers :]
+    config = target.model.config.get_text_config(decoder=True)
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if activation not in ("silu", "swish"):
+        raise _unlike(f"the target's layers use {activation}, the drafter's silu")
+    for layer, source in zip(drafter.layers, sources, strict=True):
+        _copy_layer(layer, source)
+    drafter.hidden_norm.weight.copy_(_norm_weight(sources[0].get_submodule("input_layernorm"), hidden))
+    drafter.norm.weight.copy_(_norm_weight(target.model.get_decoder().get_submodule("norm"), hidden))
+
+
+def _copy_layer(layer: nn.Module, source: nn.Module) -> None:
+    ours, theirs = dict(layer.named_parameters()), dict(source.named_parameters())
+    # Biases are left behind, the drafter has none. Anything else more in the target is another kind of layer.
+    if extra := [name for name in theirs if name not in ours and not name.endswith(".bias")]:
+        raise _unlike(f"the target's layers have {extra[0]}, the drafter's do not")
+    for name, parameter in ours.items():
+        if name not in theirs:
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                continue
+            raise _unlike(f"the target's layers have no {name}")
+        value: Tensor = theirs[name]
+        if value.shape != parameter.shape:
+            raise _unlike(f"the target's {name} has shape {tuple(value.shape)}, the drafter's {tuple(parameter.shape)}")
+        if name.endswith("norm.weight"):
+            value = _norm_weight(source.get_submodule(name.removesuffix(".weight")), value.shape[0])
+        parameter.copy_(value)
+
+
+def _norm_weight(norm: nn.Module, width: int) -> Tensor:
+    """The weight as a plain RMSNorm has it, read from what the norm does: some multiply by 1 + weight."""
+    parameter = norm.get_parameter("weight")
+    # Inputs so large that no eps is seen; the first one's RMS is 1, so what comes out is the factor of each channel.
+    constant = torch.full((width,), 1e3, dtype=parameter.dtype, device=parameter.device)
+    slanted = constant * torch.linspace(-1, 2, width, dtype=parameter.dtype, device=parameter.device)
+    weight: Tensor = norm(constant).float()
+    expected = slanted.float() / slanted.float().square().mean().sqrt() * weight
+    if not torch.allclose(norm(slanted).float(), expected, rtol=0.02, atol=0.02):  # bfloat16 rounds to 2⁻⁸
+        raise _unlike("the target's norms are no RMSNorms, the drafter's are")
+    return weight
+
+
+def _unlike(why: str) -> ConfigMismatch:
+    return ConfigMismatch(f"drafter.init=target: {why}. Use drafter.init=random for this target.")

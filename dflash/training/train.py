@@ -1,0 +1,285 @@
+"""A training run: from the newest checkpoint to the end of the plan, or as far as this run should go."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dflash.batch import StepReport
+from dflash.distributed import Ranks, joined
+from dflash.errors import StageFailed
+from dflash.host import cpu_threads, free_bytes
+from dflash.pipeline.pipeline import Pipeline, capacity
+from dflash.pipeline.telemetry import bottleneck
+from dflash.pipeline.train_plan import Plan
+from dflash.run_directory import Progress
+from dflash.step_sums import PendingReport
+from dflash.stopping import NO_LIMIT, Interrupted, Until, stop_signals
+from dflash.target.placement import place
+from dflash.training import checkpoint
+from dflash.training.checkpoint import Checkpoint, Writer
+from dflash.training.curves import Curves, of_line
+from dflash.training.kept_features import fill_features, open_features
+from dflash.training.metrics import Window, write_line
+from dflash.training.monitor import Monitor
+from dflash.training.open_run import OpenRun, changed_settings, open_run, refuse_changed
+from dflash.training.stage_seconds import decide
+from dflash.training.starting import first_checkpoint, load_drafter
+from dflash.training.train_result import result
+from dflash.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+MAX_SKIPPED_STEPS = 10  # in a row, after which the run ends
+
+
+def train(
+    path: Path,
+    tokens: Path,
+    until: Until = NO_LIMIT,
+    *,
+    override: bool = False,
+    last_resort: Callable[[BaseException], None] = lambda error: None,
+) -> None:
+    """Train the run at `path` on a token cache and write train.json.
+
+    It ends before `until`, training.epochs_per_run and training.stop_after_s, with a checkpoint. `override` accepts
+    settings that change the curve, and records them. Raises Interrupted after SIGTERM or SIGINT, RunLocked,
+    ConfigMismatch when a setting that changes the curve differs from the run's own, CheckpointCorrupt, StageFailed.
+    """
+    with stop_signals() as stopping, joined() as ranks, checkpoint.run_lock(path) if ranks.leads else nullcontext():
+        opened = open_run(path, tokens)
+        ranks.wait()  # nobody looks for checkpoints before the leader holds the lock
+        start = checkpoint.newest(opened.run.checkpoints)
+        if start is not None:
+            start = _accept(opened, start, override, ranks)
+            if start.state.epoch >= opened.config.training.epochs:
+                log.info("all %d epochs are trained: nothing left", start.state.epoch)
+                if ranks.leads and not (path / "train.json").exists():  # killed before it was written
+                    opened.run.write("train.json", result(opened, start, None))
+                return
+        until = until.within(opened.config.training, start.state.epoch if start else 0)
+        _Run(opened, start, until, ranks, stopping, last_resort).run()
+
+
+def _accept(opened: OpenRun, start: Checkpoint, override: bool, ranks: Ranks) -> Checkpoint:
+    """The checkpoint under the settings of now; those that were changed are refused, or recorded."""
+    settings = opened.settings()
+    changed = changed_settings(start.state.settings, settings)
+    refuse_changed(changed, override=override)
+    if changed and ranks.leads:
+        opened.run.record("override", checkpoint=start.path.name, changed=changed)
+        log.warning("settings that change the curve are overridden: %s", changed)
+    return replace(start, state=replace(start.state, settings=settings))
+
+
+class _Run:
+    """One process's part of a run: what its steps add to, and what its checkpoints are made from."""
+
+    def __init__(
+        self,
+        opened: OpenRun,
+        resumed: Checkpoint | None,
+        until: Until,
+        ranks: Ranks,
+        stopping: threading.Event,
+        last_resort: Callable[[BaseException], None],
+    ) -> None:
+        self.opened, self.resumed, self.until, self.ranks, self.stopping = opened, resumed, until, ranks, stopping
+        self.training = opened.config.training
+        self.plan = Plan(opened.store, opened.config, ranks.rank, ranks.size)
+        threads = resumed.state.threads if resumed else cpu_threads()
+        torch.set_num_threads(threads)
+        devices = place(opened.config.target, ranks)
+        devices.enter()
+        log.info("loading the target %s", opened.config.target.model)
+        self.targets = [opened.load_target(devices.targets[0])]
+        if resumed is None and ranks.leads:
+            first_checkpoint(opened, self.targets[0], threads)
+        ranks.wait()
+        start = resumed or checkpoint.first(opened.run.checkpoints)
+        drafter = load_drafter(opened.shape, start).to(devices.drafter)
+        ends = self.targets[0].ends(devices.drafter)
+        self.trainer = Trainer(drafter, *ends, self.training, ranks, self._stop_asked)
+        self.trainer.load_optimizer_tensors(start.optimizer())
+        self.state = start.state
+        devices, facts = decide(devices, self.plan, self.targets[0], self.trainer, start.state, ranks)
+        if ranks.leads:
+            opened.run.record("placement", **facts)
+            log.info("placement: %s", facts)
+        self.targets += [opened.load_target(replica) for replica in devices.targets[1:]]
+        self.window = Window(**start.state.window)
+        self.features = open_features(opened, ranks) if self.training.features == "reuse" else None
+        flush = self.features.flush if self.features is not None else lambda: None
+        self.writer = Writer(opened.run.checkpoints, self.training.keep, flush)
+        item_bytes = self.plan.buffer_tokens * opened.feature_width * 2
+        ahead = capacity(item_bytes, (free_bytes(devices.drafter) - self.trainer.claim_bytes) // 4)
+        log.info("at most %d micro-batches wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
+        self.pipeline = Pipeline(
+            self.plan,
+            self.trainer,
+            self.targets,
+            self.features,
+            ranks=ranks,
+            threads=threads,
+            ahead=ahead,
+            last_resort=last_resort,
+        )
+        watched = self.training.evaluate_every_steps is not None
+        self.monitor = Monitor(opened, self.targets[0], ends, ranks) if watched else None
+        self.pending: deque[PendingReport] = deque()
+        self.stop = False
+        self.stop_step: int | None = None  # the first step whose processes were asked to stop
+
+    def run(self) -> None:
+        """Train to the end of this run's part and write train.json."""
+        start, run, epochs = self.state, self.opened.run, self.training.epochs
+        self.end = min(epochs, epochs if self.until.epoch is None else self.until.epoch)
+        if self.ranks.leads:
+            run.rewind_metrics(start.epoch, start.step)
+            self.curves = Curves(run.path / "tensorboard", start.steps_total)
+            run.record("start", epoch=start.epoch, step=start.step, threads=start.threads, processes=self.ranks.size)
+        if self.features is not None:
+            fill_features(self.features, self.plan, self.targets[0], start, run, self.ranks)
+        self.total = sum(self.plan.steps(epoch) for epoch in range(epochs))
+        at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
+        log.info("training from %s", at)
+        self.progress = Progress(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
+        self.ranks.wait()  # a step's sums do not wait for one that is still loading
+        self.lined = self.stepped = self.saved = time.monotonic()
+        try:
+            self.pipeline.run(start.epoch, start.step, self.end, self._on_step)
+            self._settle(0)
+            self._refuse_nothing()
+            self._save()
+        finally:
+            done = self.writer.finish()
+        if self.ranks.leads:
+            assert done is not None
+            stages = self.pipeline.stages()
+            run.write("train.json", result(self.opened, done, self.resumed, stages, self.pipeline.shares_cores))
+            run.record("end", epoch=self.state.epoch, step=self.state.step, stopped=self.stop)
+        # All end alike: torchrun takes processes that do not for a failure.
+        if any(self.ranks.gather(self.stopping.is_set())) and self.state.epoch < epochs:
+            raise Interrupted
+
+    def _on_step(self, pending: PendingReport) -> bool:
+        """Keep count, write what is due, say whether to go on.
+
+        Reports are read a step late where nothing is due, so that the device never waits.
+        """
+        self.writer.check()
+        self.pending.append(pending)
+        done = self.state.steps_total + len(self.pending)
+        training = self.training
+        at = pending.at
+        ends = (at.epoch + 1, at.step + 1) == (self.end, at.steps_in_epoch)
+        every = training.evaluate_every_steps
+        evaluated = every is not None and (ends or done % every == 0)  # before the position's one checkpoint
+        due = evaluated or done % training.checkpoint_every_steps == 0
+        overdue = time.monotonic() - self.saved >= training.checkpoint_every_s and not self.writer.busy
+        self._settle(0 if due or overdue or done % training.log_every_steps == 0 else 1)
+        if evaluated:
+            self._evaluate()
+        if due or overdue:
+            self._save()
+        if due:  # the leader may have waited for a slow disk: longer than a step's sums would wait for it
+            self.ranks.wait()
+        # Several processes must end at one step: all look at the sum of the step before, whoever has read more by now.
+        # One alone need not wait for it.
+        agreed = self.stop_step is not None and self.stop_step < done
+        self.stop = agreed or (self.ranks.size == 1 and self._stop_asked())
+        return not self.stop
+
+    def _evaluate(self) -> None:
+        """Measure τ; the checkpoint that is written next may be the best one."""
+        assert self.monitor is not None
+        tau = self.monitor.tau(self.trainer.drafter)
+        log.info("τ %.3f ± %.3f on held-out rows after %d steps", tau.value, tau.standard_error, self.state.steps_total)
+        name = checkpoint.name_of(self.state)
+        if self.ranks.leads:
+            self.opened.run.record("tau", checkpoint=name, value=tau.value, se=tau.standard_error)
+            self.curves.add(self.state.steps_total, {"tau": tau.value})
+        if math.isfinite(tau.value) and (self.state.best is None or tau.value >= self.state.best["tau"]):
+            self.state = replace(self.state, best={"tau": tau.value, "checkpoint": name})
+
+    def _stop_asked(self) -> bool:
+        return self._late() or self.stopping.is_set()
+
+    def _late(self) -> bool:
+        return self.until.time is not None and time.time() >= self.until.time
+
+    def _settle(self, newest: int) -> None:
+        """Read all pending reports but the newest few."""
+        while len(self.pending) > newest:
+            self._count(self.pending.popleft().report())
+
+    def _count(self, report: StepReport) -> None:
+        now, done = time.monotonic(), self.state.steps_total + 1
+        self.window.add(report)
+        if report.stop and self.stop_step is None:
+            self.stop_step = done
+        if done % self.training.log_every_steps == 0:
+            self._log(report, now)
+        ended = report.step + 1 == report.steps_in_epoch
+        self.state = replace(
+            self.state,
+            epoch=report.epoch + 1 if ended else report.epoch,
+            step=0 if ended else report.step + 1,
+            steps_total=done,
+            bad_steps=self.state.bad_steps + 1 if report.skipped else 0,
+            weight=self.state.weight + (0.0 if report.skipped else report.weight_sum),
+            tokens=self.state.tokens + report.tokens,
+            seconds=self.state.seconds + now - self.stepped,
+            window=self.window.to_json(),
+        )
+        self.stepped = now
+        if self.progress is not None:
+            shares = self.pipeline.stages().items()
+            busy = ", ".join(f"{name} {share['busy']:.0%}" for name, share in shares)
+            self.progress.update(done, f"loss {report.loss:.3f}, busy: {busy}")
+        if report.skipped:
+            log.warning("epoch %d step %d is skipped: %s", report.epoch, report.step, _facts(report))
+        if self.state.bad_steps >= MAX_SKIPPED_STEPS:
+            raise StageFailed(
+                f"{MAX_SKIPPED_STEPS} steps in a row were skipped, the last of them epoch {report.epoch} step "
+                f"{report.step}: {_facts(report)}. Lower training.lr, or look at the rows of these steps."
+            )
+
+    def _log(self, report: StepReport, now: float) -> None:
+        """Write the window's line and begin the next one."""
+        stages, window, seconds = self.pipeline.stages(), self.window, now - self.lined
+        sentence = bottleneck(stages, shared=self.pipeline.shares_cores, reuse=self.features is not None)
+        if self.ranks.leads:
+            facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
+            line = write_line(self.opened.run, window, report, seconds, facts)
+            self.curves.add(self.state.steps_total + 1, of_line(line))
+            speed = window.tokens / seconds if seconds else 0.0
+            said = f"loss {report.loss:.4f}, lr {report.lr:.2e}, coverage {window.coverage or 0:.0%}"
+            log.info("epoch %d step %d: %s, %.0f tokens/s; %s", report.epoch, report.step, said, speed, sentence)
+        self.window, self.lined = Window(), now
+
+    def _refuse_nothing(self) -> None:
+        if self.state.steps_total and not self.state.weight:
+            raise StageFailed(
+                f"none of {self.state.steps_total} steps had a supervised token to learn from: Σw is 0 in all of them. "
+                "The rows' loss mask is empty; prepare them again."
+            )
+
+    def _save(self) -> None:
+        """Begin to write a checkpoint of the current position; the features that later epochs need come first."""
+        self.saved = time.monotonic()
+        if self.ranks.leads:
+            self.writer.save(self.state, self.trainer.drafter.state_dict(), self.trainer.optimizer_tensors())
+
+
+def _facts(report: StepReport) -> str:
+    counted = int(sum(report.counted_by_slot))
+    return f"{counted} supervised slots, Σ w·CE = {report.loss_sum}, gradient norm = {report.grad_norm}"

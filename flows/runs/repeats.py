@@ -1,0 +1,96 @@
+"""Decides what repeats a stage, and is the only place that hands content keys to Prefect.
+
+Prefect's record of a token cache is an index: the record's key is the content key, its value the name of the directory,
+and the directory is the truth (`why_not_open`). What the other stages made lives in the run directory, beside the
+fingerprint of what it was made from.
+"""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cache.disk.store import TokenCache
+from cache.errors import CacheError
+from dflash.config import NOT_LEARNED
+from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
+from flows.errors import BadParameter, CannotFit, StageRefused, StageStopped
+from flows.runs.directory import Tree, newest_checkpoint
+from flows.runs.parameters import Parameters
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+    from prefect.context import TaskRunContext
+
+logger = logging.getLogger("flows.runs.repeats")
+
+# Trying again would fail again: the parameters, the rows or the files have to change first.
+HOPELESS: tuple[type[Exception], ...] = (
+    BadParameter,
+    CacheError,
+    CannotFit,
+    CheckpointCorrupt,
+    ConfigMismatch,
+    RunLocked,
+    StageRefused,
+    StageStopped,
+    TargetMismatch,
+)
+
+
+def tokens_key(context: "TaskRunContext", arguments: Tree) -> str:
+    """The key of the record of a token cache: the content key, and nothing of Prefect's own."""
+    key: str = arguments["key"]
+    return key
+
+
+def slice_key(context: "TaskRunContext", arguments: Tree) -> str:
+    """The key of the record of a slice of conversations, which is its file's name."""
+    key: str = arguments["one"].key
+    return key
+
+
+def why_not_open(directory: Path) -> str | None:
+    """None when a token cache is there and opens, else the reason why a record that names it is worth nothing."""
+    try:
+        TokenCache.open(directory)
+    except (CacheError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
+    """A wrong parameter or a bad row fails at once; a killed process, a lost GPU or disk may do better next time."""
+    failure = state.result(raise_on_failure=False)
+    is_worth_it = not isinstance(failure, HOPELESS)
+    if is_worth_it:
+        logger.warning("%s failed: %s: %s", task.name, type(failure).__name__, failure)
+        logger.warning("It is tried again, up to %d times, from where it got to.", task.retries)
+    return is_worth_it
+
+
+def train_fingerprint(parameters: Parameters, tokens: Path) -> str:
+    tree = parameters.model_dump(mode="json")
+    training = {name: value for name, value in tree["training"].items() if name not in NOT_LEARNED}
+    target = {name: value for name, value in tree["target"].items() if name != "devices"}
+    target["model"] = Path(target["model"]).name  # a dequantised target is named by its content; places may change
+    return _digest([tokens.name, target, tree["drafter"], training])
+
+
+def evaluate_fingerprint(parameters: Parameters, tokens: Path) -> str:
+    return _digest([_checkpoint(parameters.run_directory), tokens.name, parameters.evaluation.model_dump(mode="json")])
+
+
+def export_fingerprint(parameters: Parameters) -> str:
+    return _digest([_checkpoint(parameters.run_directory), parameters.export.model_dump(mode="json")])
+
+
+def _checkpoint(run: Path) -> list[str]:
+    """Name and content of the newest checkpoint: its state holds the checksums of its other files."""
+    newest = newest_checkpoint(run)
+    return [] if newest is None else [newest.name, (newest / "state.json").read_text()]
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

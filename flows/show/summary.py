@@ -1,0 +1,121 @@
+"""What a run came to, as a table and as summary.json: read from its stages' results, so a rerun shows the same."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from cache.disk.store import TokenCache
+from flows.runs.directory import Tree, read_json, seconds_by_stage, write_json
+from flows.runs.parameters import Parameters
+from flows.show.artifacts import reporting
+from flows.show.progress import console
+from flows.show.tables import busy_by_stage, number, report_markdown, stage_seconds, with_error
+
+
+def summarise(parameters: Parameters, tokens: Path) -> Tree:
+    """Writes summary.json, prints the table, and returns what both say."""
+    summary = summary_of(parameters, tokens)
+    write_json(parameters.run_directory / "summary.json", summary)
+    with reporting(parameters.name, "report") as reporter:
+        samples = _result(parameters.run_directory, "evaluation").get("samples", [])
+        reporter.markdown("report", lambda: report_markdown(_lines(summary), samples), f"report of {parameters.name}")
+    console.print(summary_table(summary))
+    for note in notes(summary):
+        console.print(note)
+    return summary
+
+
+def outcome(summary: Tree) -> str:
+    """`loss 3.812, τ 1.008 → 1.312`: the state's message."""
+    before, after = (number(summary["tau"][when]) for when in ("before", "after"))
+    return f"loss {number(summary['loss'])}, τ {before} → {after}"
+
+
+def summary_of(parameters: Parameters, tokens: Path) -> Tree:
+    run = parameters.run_directory
+    manifest = TokenCache.open(tokens).manifest
+    trained, evaluation, exported = (_result(run, stage) for stage in ("train", "evaluation", "export"))
+    return {
+        "name": parameters.name,
+        "run": str(run),
+        "token_cache": str(tokens),
+        "rows": manifest.rows,
+        "rows_read": manifest.source_rows,
+        "tokens": manifest.tokens,
+        "supervised_tokens": manifest.supervised_tokens,
+        "dropped": manifest.dropped,
+        "truncated": manifest.truncated,
+        "seconds": seconds_by_stage(run),
+        "epochs": trained["epochs_done"],
+        "steps": trained["steps"],
+        "loss_first": trained["loss_first"],
+        "loss": trained["loss"],
+        "trained_tokens": trained["tokens"],
+        "tokens_per_s": trained["tokens_per_s"],
+        "busy": busy_by_stage(trained),
+        "bottleneck": trained["bottleneck"],
+        "tau": {when: evaluation["tau"][when]["value"] for when in ("before", "after")},
+        "tau_se": {when: evaluation["tau"][when]["se"] for when in ("before", "after")},
+        "tau_convention": evaluation["tau"].get("convention"),
+        "decode": evaluation["decode"],
+        "lossless": evaluation["decode"]["lossless"],
+        "report": str(run / "report.html"),
+        "export": exported["path"],
+        "max_logit_difference": exported["max_logit_difference"],
+    }
+
+
+def _result(run: Path, stage: str) -> Tree:
+    result = read_json(run / f"{stage}.json")
+    assert result is not None, f"{stage}.json is there once its stage has finished"
+    return result
+
+
+def summary_table(summary: Tree) -> Table:
+    table = Table(title=f"Run {summary['name']}", title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, value in _lines(summary).items():
+        table.add_row(what, value)
+    return table
+
+
+def _lines(summary: Tree) -> dict[str, str]:
+    decode: dict[str, Any] = summary["decode"]
+    before, after = ({"value": summary["tau"][when], "se": summary["tau_se"][when]} for when in ("before", "after"))
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in summary["dropped"].items() if count) or "none"
+    busy = ", ".join(f"{stage} {share:.0%}" for stage, share in summary["busy"].items())
+    speed = number(summary["tokens_per_s"])
+    rows = f"{summary['rows']:,} of {summary['rows_read']:,} read"
+    return {
+        "rows": f"{rows}; dropped: {dropped}; cut: {summary['truncated']:,}",
+        "tokens": f"{summary['tokens']:,}, of which {summary['supervised_tokens']:,} supervised",
+        "time": stage_seconds(summary["seconds"]),
+        "trained": f"{summary['epochs']} epochs, {summary['steps']:,} steps, {speed} tokens/s",
+        "busy": f"{busy}. {summary['bottleneck']}",
+        "loss": f"{number(summary['loss_first'])} → {number(summary['loss'])}",
+        "τ held out": f"{with_error(before)} before, {with_error(after)} after training (teacher-forced)",
+        "lossless": _lossless(decode),
+        "decoding": f"τ {number(decode['tau'])}; {decode['plain_tokens_per_s']:.1f} tokens/s plain, "
+        f"{decode['speculative_tokens_per_s']:.1f} speculative ({decode['speedup']:.2f}×)",
+        "report": summary["report"],
+        "export": summary["export"],
+    }
+
+
+def _lossless(decode: Tree) -> str:
+    if decode["lossless"] is None:
+        return "not compared: two draws need not agree at a temperature above 0"
+    near_ties = f", {decode['near_ties']} up to a near tie of the target" if decode["near_ties"] else ""
+    texts = f"{decode['identical']} of {decode['prompts']} prompts × {decode['max_new_tokens']} tokens identical"
+    return f"{'yes' if decode['lossless'] else 'NO'}: {texts} to the target's own greedy text{near_ties}"
+
+
+def notes(summary: Tree) -> list[str]:
+    if summary["decode"]["speedup"] >= 1:
+        return []
+    return [
+        "So small a drafter does not make decoding faster here yet: on a CPU, checking a block of tokens costs nearly "
+        "as much as decoding them one by one. The README says how a real run differs."
+    ]

@@ -1,0 +1,21 @@
+"""One stage of a run, watched: its time goes to the ledger, its progress to the terminal and to Prefect."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.runs.directory import measured
+from flows.show.artifacts import reporting
+from flows.show.progress import StageProgress, progress_line
+from flows.stage.process import run_stage
+
+
+def watch_stage(stage: str, arguments: Sequence[str], run: Path, processes: int = 1) -> None:
+    """Runs `python -m dflash ARGUMENTS` for a run directory; raises what it failed with."""
+    with measured(run, stage) as tick, reporting(run.name, stage) as reporter, progress_line(stage) as line:
+
+        def on_progress(progress: StageProgress) -> None:
+            tick()
+            line.show(progress)
+            reporter.show(progress)
+
+        run_stage(stage, arguments, run, on_progress, processes)
