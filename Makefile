@@ -45,7 +45,7 @@ screenshots: setup
 	@DFLASH_SCREENSHOTS=1 $(BIN)/python -m pytest -m ui tests/e2e
 
 test-kill: setup
-	@OMP_NUM_THREADS=1 KILL_ROUNDS=30 $(BIN)/python -m pytest -s tests/dflash/test_kill.py tests/dflash/test_ranks.py
+	@OMP_NUM_THREADS=1 KILL_ROUNDS=30 $(BIN)/python -m pytest -s tests/dflash/training/test_kill.py tests/dflash/test_distributed.py
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -59,13 +59,13 @@ def convert(source: Path, out: Path, *, durable: bool) -> dict[str, float]:
     from cache.config import RowsConfig
     from cache.disk.arrays import ArrayFiles
     from cache.rows.convert import Converter
-    from cache.source.find import find_parts
+    from cache.source.find import find_files
     from cache.source.open import open_source
 
     rows = RowsConfig(source=str(source), max_tokens=MAX_TOKENS, vocabulary=VOCABULARY)
     own = [0.0]
     started = time.perf_counter()
-    opened = open_source(find_parts(rows), rows)
+    opened = open_source(find_files(rows), rows)
     with ThreadPoolExecutor(WRITERS) as threads:
         files = ArrayFiles(out, "uint32", submit=threads.submit, direct=durable, durable=durable)
         write_rows(

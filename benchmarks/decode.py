@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from dflash.config import DrafterConfig, EvaluationConfig, TargetConfig  # noqa: E402
 from dflash.decoding import decode  # noqa: E402
-from dflash.decoding.decode import Context, Limits, plain  # noqa: E402
+from dflash.decoding.decode import Context, DecodeLimits, plain  # noqa: E402
 from dflash.decoding.rollback import RowCache  # noqa: E402
 from dflash.decoding.sampling import Sampling, SeededDice  # noqa: E402
 from dflash.evaluation.comparison import compare, facts  # noqa: E402
@@ -72,7 +72,7 @@ def tiny(prompts: int) -> tuple[Target, Drafter, Ends, list[Tensor]]:
 def teach(target: Target, drafter: Drafter, ends: Ends, prompts: list[Tensor]) -> None:
     """Some steps on the target's own greedy texts, at every anchor."""
     dice = SeededDice(0)
-    texts = [plain(target, prompt, Limits(TEXT), Sampling(), dice).ids for prompt in prompts]
+    texts = [plain(target, prompt, DecodeLimits(TEXT), Sampling(), dice).ids for prompt in prompts]
     rows = torch.stack([torch.cat([p, torch.tensor(t)]) for p, t in zip(prompts, texts, strict=True)])
     features, stop = target.features(rows), PROMPT + TEXT - K
     anchors = torch.arange(PROMPT, stop).expand(len(rows), -1)

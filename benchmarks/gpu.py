@@ -49,7 +49,7 @@ for name in ("jaxtyping", "pydantic", "accelerate"):
             sys.modules[module] = types.ModuleType(module)
             sys.modules[module].__getattr__ = lambda attribute: StandIn  # type: ignore[method-assign]
 
-from dflash.decoding.decode import Limits, plain, seeded, speculate  # noqa: E402
+from dflash.decoding.decode import DecodeLimits, plain, seeded, speculate  # noqa: E402
 from dflash.decoding.sampling import Sampling  # noqa: E402
 from dflash.model.attention import attention_plan, block_attention  # noqa: E402
 from dflash.model.drafter import Drafter, DrafterShape  # noqa: E402
@@ -191,7 +191,7 @@ def compare_target() -> dict[str, float]:
     target = Target(LlamaForCausalLM(config).to(DEVICE), (0, 2))
     tiny = DrafterShape(64, 96, 4, 2, 16, 1, 6, (0, 2), 4, 64, 7, 1e-6, 256, ROPE)
     drafter, ends = Drafter(tiny).to(DEVICE).eval(), target.ends(target.device)
-    prompts, limits = [row[:n] % 64 for row, n in zip(ids, (9, 30), strict=True)], Limits(40)
+    prompts, limits = [row[:n] % 64 for row, n in zip(ids, (9, 30), strict=True)], DecodeLimits(40)
     helped = speculate(target, drafter, ends, prompts, limits, Sampling(), seeded(0, 2, DEVICE))
     same = 0
     for prompt, text in zip(prompts, helped, strict=True):
@@ -261,9 +261,9 @@ def measure(small: bool, rows: int) -> dict[str, float | None]:
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
 
     drafter = drafter.to(torch.bfloat16).eval()
-    prompt, limits = ids[0, : length // 4].cpu(), Limits(8 if small else 32)
-    plain(target, prompt, Limits(2), Sampling(), seeded(0, 1, DEVICE)[0])
-    speculate(target, drafter, ends, [prompt], Limits(4), Sampling(), seeded(0, 1, DEVICE))
+    prompt, limits = ids[0, : length // 4].cpu(), DecodeLimits(8 if small else 32)
+    plain(target, prompt, DecodeLimits(2), Sampling(), seeded(0, 1, DEVICE)[0])
+    speculate(target, drafter, ends, [prompt], DecodeLimits(4), Sampling(), seeded(0, 1, DEVICE))
     alone = plain(target, prompt, limits, Sampling(), seeded(0, 1, DEVICE)[0])
     (helped,) = speculate(target, drafter, ends, [prompt], limits, Sampling(), seeded(0, 1, DEVICE))
     return {

@@ -36,11 +36,11 @@ from dflash.batch import FeatureBatch, Step  # noqa: E402
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig  # noqa: E402
 from dflash.host import cpu_threads  # noqa: E402
 from dflash.pipeline.pipeline import Pipeline  # noqa: E402
-from dflash.pipeline.train_plan import Plan  # noqa: E402
+from dflash.pipeline.train_plan import TrainPlan  # noqa: E402
 from dflash.step_sums import PendingReport  # noqa: E402
 from dflash.target.frozen import Target, drafter_shape  # noqa: E402
 from dflash.training.initial_drafter import new_drafter  # noqa: E402
-from dflash.training.trainer import Trainer  # noqa: E402
+from dflash.training.step import Trainer  # noqa: E402
 
 CPU = torch.device("cpu")
 TARGETS, TARGET_S, DRAFTER_S, SIGMA, LOCKED = 3, 0.480, 0.150, 0.2, 0.1
@@ -116,12 +116,12 @@ def sparse_cache(directory: Path, lengths: np.ndarray) -> TokenCache:
     return TokenCache(directory, None, ids, mask, offsets, zeros, zeros, zeros, {"ids": mapped, "mask": mapped})  # type: ignore[arg-type]
 
 
-def new_plan(store: TokenCache, **training: Any) -> Plan:
+def new_plan(store: TokenCache, **training: Any) -> TrainPlan:
     settings = TrainingConfig(**{"epochs": 1, **training})
-    return Plan(store, RunConfig(target=TargetConfig(model="-"), drafter=DrafterConfig(), training=settings))
+    return TrainPlan(store, RunConfig(target=TargetConfig(model="-"), drafter=DrafterConfig(), training=settings))
 
 
-def simulate(plan: Plan, batches: int, target_s: float, drafter_s: float) -> dict[str, Any]:
+def simulate(plan: TrainPlan, batches: int, target_s: float, drafter_s: float) -> dict[str, Any]:
     """Run so many micro-batches after the warm-up; what the stages did in that time."""
     targets = [SimulatedTarget(target_s, seed) for seed in range(TARGETS)]
     trainer = SimulatedTrainer(drafter_s, TARGETS)
@@ -165,7 +165,7 @@ def overhead_ms(store: TokenCache, batches: int) -> float:
     return statistics.median(simulate(plan, batches, 0.0, 0.0)["wall_ms"] for _ in range(3))
 
 
-def read_ms(plan: Plan, batches: int) -> float:
+def read_ms(plan: TrainPlan, batches: int) -> float:
     """Milliseconds of reading one micro-batch: prefetch and gather, each page for the first time."""
     times, buffers = [], Buffers(plan.buffer_tokens)
     for _, rows in islice(plan.micro_batches(0, 0, 1), 1000, 1000 + batches):
@@ -205,7 +205,7 @@ def on_cpu(directory: Path, path: Path | None, batches: int, rounds: int) -> dic
     training = TrainingConfig(epochs=1, tokens_per_batch=256, anchors=24)
     trainer = Trainer(new_drafter(shape, settings, target, seed=0), *target.ends(CPU), training)
     store = sparse_cache(directory, np.full(2 * batches, 100))  # two rows a micro-batch
-    plan = Plan(store, RunConfig(target=TargetConfig(model="-"), drafter=settings, training=training))
+    plan = TrainPlan(store, RunConfig(target=TargetConfig(model="-"), drafter=settings, training=training))
     work = list(plan.micro_batches(0, 0, 1))
     items = [plan.make_batch(position, rows, Buffers(plan.buffer_tokens)) for position, rows in work]
     seconds: list[dict[str, float]] = []

@@ -37,7 +37,7 @@ empty()
 
 PREPARE = """
 import json, sys
-from flows.cli.presets import check_parameters
+from flows.cli.overrides import check_parameters
 from flows.prepare import prepare
 prepare(**check_parameters(prepare.fn, json.loads(sys.argv[1])))
 print(json.dumps(sorted({"torch", "transformers"} & set(sys.modules))))

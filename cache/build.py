@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from cache.config import RowsConfig
 from cache.disk.arrays import ArrayFiles
 from cache.disk.commit import Site, commit, locked, no_room, sweep
-from cache.disk.manifest import LAYOUT_VERSION, Manifest, dtype_for
+from cache.disk.manifest import LAYOUT_VERSION, ArrayFacts, Manifest, dtype_for
 from cache.disk.shard import IdOutOfRange
 from cache.disk.store import TokenCache
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
@@ -26,11 +26,12 @@ from cache.key.file_hashes import State, states_of
 from cache.key.tokenizer_files import hash_vocabulary, probe_ids
 from cache.rows.audit import histogram
 from cache.rows.convert import Converter
-from cache.slices.pieces import StoredPiece
-from cache.slices.plan import Assembly, Tokeniser, num_rows_of, plan_slices
+from cache.slices.make import Assembly, Tokeniser
+from cache.slices.pieces import PlacedPiece
+from cache.slices.plan import num_rows_of, plan_slices
 from cache.source.chunks import Chunk
 from cache.source.columns import Layout
-from cache.source.find import find_parts
+from cache.source.find import find_files
 from cache.source.list_columns import row_of
 from cache.source.open import Source, open_source
 
@@ -39,7 +40,7 @@ WRITERS = 2  # ids and mask are written side by side
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BuildProgress:
     """How far a build is."""
 
     rows: int  # of the source, read so far
@@ -49,7 +50,7 @@ class Progress:
     share: float  # of the source's bytes that were read, 0..1
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[BuildProgress], None]
 
 
 @runtime_checkable
@@ -62,7 +63,7 @@ class Supply(Protocol):
     @property
     def num_rows(self) -> int | None: ...
 
-    def chunks(self) -> Iterator[Chunk] | Iterator[StoredPiece]: ...
+    def chunks(self) -> Iterator[Chunk] | Iterator[PlacedPiece]: ...
 
 
 def build(
@@ -78,7 +79,7 @@ def build(
 
     `data` is a `pyarrow.Table` or `datasets.Dataset` to read instead of `rows.source`.
     """
-    parts = [] if data is not None else find_parts(rows)
+    parts = [] if data is not None else find_files(rows)
     before = states_of(parts)
     key = content_key(rows, tokenizer, vocabulary=vocabulary, data=data, home=home)
     site = Site.of(home, key.hex)
@@ -102,7 +103,7 @@ def _finished(site: Site, rows: RowsConfig) -> bool:
     return True
 
 
-class _Watch:
+class _BuildWatch:
     """Tells how far a build is. Conversations are tokenised first, which takes nearly all of its time."""
 
     def __init__(self, report: Report | None) -> None:
@@ -118,12 +119,12 @@ class _Watch:
     def tokenised(self, rows: int) -> None:
         self._rows += rows
         share = self._before * min(1.0, self._rows / self._total_rows) if self._total_rows else 0.0
-        self._tell(Progress(self._rows, self._total_rows, 0, 0.0, share))
+        self._tell(BuildProgress(self._rows, self._total_rows, 0, 0.0, share))
 
-    def written(self, progress: Progress) -> None:
+    def written(self, progress: BuildProgress) -> None:
         self._tell(replace(progress, share=self._before + (1 - self._before) * progress.share))
 
-    def _tell(self, progress: Progress) -> None:
+    def _tell(self, progress: BuildProgress) -> None:
         if self._report is not None:
             self._report(replace(progress, seconds=time.monotonic() - self._started))
 
@@ -139,49 +140,18 @@ def _make(
 ) -> None:
     vocabulary = int(key.parts["vocabulary"])
     converter = Converter(source.layout, rows)
-    watch = _Watch(progress)
+    watch = _BuildWatch(progress)
     site.temporary.mkdir(parents=True)
     try:
         is_chat = source.layout.kind == "conversations"
         supply: Supply = _tokenised(source, rows, key, site, tokenizer, watch) if is_chat else source
-        with ThreadPoolExecutor(WRITERS, thread_name_prefix="token-cache-writer") as thread:
-            files = ArrayFiles(site.temporary, dtype_for(vocabulary).name, submit=thread.submit)
-            try:
-                write_rows(supply, converter, files, vocabulary, watch.written)
-                arrays = files.close()
-            except BaseException:
-                files.abandon()
-                raise
+        arrays = _write_arrays(supply, converter, site, vocabulary, watch)
         if states_of(source.parts) != before:
             raise BadSource(f"{rows.source}: changed while it was read. Run again once nothing writes to it.")
-        counts = converter.counts
-        manifest = Manifest(
-            layout_version=LAYOUT_VERSION,
-            key=key.hex,
-            key_parts=key.parts,
-            rows=counts.rows,
-            tokens=counts.tokens,
-            supervised_tokens=counts.supervised_tokens,
-            answers=counts.answers,
-            dtype=dtype_for(vocabulary).name,
-            vocabulary=vocabulary,
-            arrays=arrays,
-            source_rows=counts.source_rows,
-            dropped=_counted(counts.dropped),
-            noted=_counted(counts.noted),
-            truncated=counts.truncated,
-            truncated_tokens=counts.truncated_tokens,
-            dropped_tokens=counts.dropped_tokens,
-            length_histogram=counts.length_histogram(),
-            group_names=converter.group_names,
-            messages=_counted(converter.audit.messages),
-            supervised_shares=histogram(converter.audit.shares),
-            answers_a_row=histogram(converter.audit.answers),
-            tokenizer=_tokenizer_facts(tokenizer, converter.stop_ids),
-        )
+        manifest = _manifest(key, vocabulary, converter, arrays, tokenizer)
         refuse_drops(manifest, rows)
         if is_chat:
-            converter.audit.refuse(str(rows.source), counts.tokens, counts.supervised_tokens)
+            converter.audit.refuse(str(rows.source), manifest.tokens, manifest.supervised_tokens)
         commit(site, manifest)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -191,8 +161,53 @@ def _make(
         shutil.rmtree(site.temporary, ignore_errors=True)  # gone by a rename when all went well
 
 
+def _write_arrays(
+    supply: Supply, converter: Converter, site: Site, vocabulary: int, watch: _BuildWatch
+) -> dict[str, ArrayFacts]:
+    """All rows into the files of the arrays, which are durable when this returns."""
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="token-cache-writer") as thread:
+        files = ArrayFiles(site.temporary, dtype_for(vocabulary).name, submit=thread.submit)
+        try:
+            write_rows(supply, converter, files, vocabulary, watch.written)
+            return files.close()
+        except BaseException:
+            files.abandon()
+            raise
+
+
+def _manifest(
+    key: ContentKey, vocabulary: int, converter: Converter, arrays: dict[str, ArrayFacts], tokenizer: Path | None
+) -> Manifest:
+    """What the pass has counted, as the cache says it of itself."""
+    counts, audit = converter.counts, converter.audit
+    return Manifest(
+        layout_version=LAYOUT_VERSION,
+        key=key.hex,
+        key_parts=key.parts,
+        rows=counts.rows,
+        tokens=counts.tokens,
+        supervised_tokens=counts.supervised_tokens,
+        answers=counts.answers,
+        dtype=dtype_for(vocabulary).name,
+        vocabulary=vocabulary,
+        arrays=arrays,
+        source_rows=counts.source_rows,
+        dropped=_counted(counts.dropped),
+        noted=_counted(counts.noted),
+        truncated=counts.truncated,
+        truncated_tokens=counts.truncated_tokens,
+        dropped_tokens=counts.dropped_tokens,
+        length_histogram=counts.length_histogram(),
+        group_names=converter.group_names,
+        messages=_counted(audit.messages),
+        supervised_shares=histogram(audit.shares),
+        answers_a_row=histogram(audit.answers),
+        tokenizer=_tokenizer_facts(tokenizer, converter.stop_ids),
+    )
+
+
 def _tokenised(
-    source: Source, rows: RowsConfig, key: ContentKey, site: Site, tokenizer: Path | None, watch: _Watch
+    source: Source, rows: RowsConfig, key: ContentKey, site: Site, tokenizer: Path | None, watch: _BuildWatch
 ) -> Assembly:
     """The source's conversations as tokens, once every slice of them is there."""
     plan = plan_slices(source, rows, tokenizer, key.parts, site.final.parent.parent)
@@ -227,7 +242,7 @@ def write_rows(
         read += chunk.num_rows
         if progress is not None:
             seconds = time.monotonic() - started
-            progress(Progress(read, source.num_rows, files.tokens * token_bytes, seconds, chunk.read))
+            progress(BuildProgress(read, source.num_rows, files.tokens * token_bytes, seconds, chunk.read))
 
 
 def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:

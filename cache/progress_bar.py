@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cache.build import Progress as BuildProgress
+from cache.build import BuildProgress
 
 STEPS = 1000  # the bar moves by share of the source, whose number of rows may not be known
 

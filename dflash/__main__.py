@@ -14,8 +14,8 @@ import traceback
 from pathlib import Path
 
 from cache.errors import CacheError
+from cache.json_file import write_json
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
-from dflash.files import write_json
 
 USER_ERRORS = (ConfigMismatch, TargetMismatch, RunLocked, CheckpointCorrupt, CacheError)
 STOPPED = 75
@@ -98,8 +98,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in ("check", "train", "evaluate", "export", "generate"):
         (arguments.run / "error.json").unlink(missing_ok=True)
     if arguments.command == "train":
-        from dflash.stopping import Interrupted, Until
+        from dflash.interrupt import Interrupted
         from dflash.training.train import train
+        from dflash.training.until import Until
 
         def last_resort(error: BaseException) -> None:
             _leave_error(arguments.run, error)
@@ -124,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
         export(arguments.run)
     elif arguments.command == "generate":
         from dflash.answers.generate import generate
-        from dflash.stopping import Interrupted
+        from dflash.interrupt import Interrupted
 
         try:
             generate(arguments.run)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash.stopping import Interrupted
+from dflash.interrupt import Interrupted
 
 T = TypeVar("T")
 

@@ -1,12 +1,10 @@
-"""Files that are whole or absent: written beside their place, flushed to disk, then renamed."""
+"""Directories that are whole or absent: written beside their place, flushed to disk, then renamed."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -18,22 +16,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text`: a reader, or a crash, sees the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of indented JSON."""
-    write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cache.json_file import write_json, write_text
 from dflash.config import RunConfig
 from dflash.errors import ConfigMismatch
-from dflash.files import write_atomic, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class RunDirectory:
             for line in self.metric_lines()
             if (line["epoch"], line["step"] + 1) <= (epoch, step) or line["epoch"] < epoch
         ]
-        write_atomic(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-class Progress:
+class ProgressFile:
     """progress.json: at most two writes a second, and one at the end."""
 
     def __init__(self, run: RunDirectory, stage: str, total: int, unit: str, done: int = 0) -> None:
@@ -122,9 +122,7 @@ class Progress:
             "eta_s": (self._total - done) / rate if rate > 0 else None,
             "message": message,
         }
-        partial = self._file.with_suffix(".tmp")
-        partial.write_text(json.dumps(value))
-        partial.replace(self._file)
+        write_json(self._file, value, durable=False)
 
     def advance(self, message: str = "") -> None:
         """One more unit is done."""

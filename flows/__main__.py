@@ -16,7 +16,8 @@ from typing import Any
 from cache.errors import CacheError
 from dflash.errors import DflashError
 from flows.cli import clean
-from flows.cli.presets import Deployment, check_parameters, read_deployments, with_overrides
+from flows.cli.overrides import check_parameters, with_overrides
+from flows.cli.presets import Deployment, read_deployments
 from flows.cli.temporary_server import choose_server, start_server
 from flows.errors import BadParameter, FlowError
 from flows.runs.parameters import repository, resolve_home

@@ -8,9 +8,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from cache.json_file import read_json
 from dflash.config import EvaluationConfig
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree, is_finished, mark_finished, proposed_config, read_json, read_parameters
+from flows.runs.directory import Tree, proposed_config, read_parameters
+from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
 from flows.runs.repeats import evaluate_fingerprint
 from flows.show.artifacts import reporting

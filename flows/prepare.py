@@ -7,21 +7,21 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.context import FlowRunContext
 
-from cache.build import Progress, build, refuse_drops
+from cache.build import BuildProgress, build, refuse_drops
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
 from cache.key.content import content_key
-from cache.source.find import find_parts
+from cache.source.find import find_files
 from dflash.config import TargetConfig
 from dflash.target.tokenizer import tokenizer_directory
 from flows.errors import BadParameter
-from flows.runs.directory import measured, note_tokens
+from flows.runs.ledger import measured, note_tokens
 from flows.runs.parameters import Dask, Home, Parameters, resolve_home, resolve_rows, resolve_target
 from flows.runs.repeats import tokens_key, why_not_open
 from flows.show.artifacts import reporting
 from flows.show.progress import StageProgress, progress_line
 from flows.show.tables import sample_rows, tokens_table
-from flows.slices.tokenise import check_dask, tokenise_missing
+from flows.slices.fan_out import check_dask, tokenise_missing
 from flows.stage.process import run_stage
 
 logger = logging.getLogger("flows.prepare")
@@ -87,7 +87,7 @@ def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str
     """The name of the token cache below home/tokens, not its path: a home may move."""
     with reporting(key[:8], "prepare") as reporter, progress_line("prepare") as line:
 
-        def on_progress(progress: Progress) -> None:
+        def on_progress(progress: BuildProgress) -> None:
             state = _stage_progress(progress)
             line.show(state)
             reporter.show(state)
@@ -101,7 +101,7 @@ def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str
     return directory.name
 
 
-def _stage_progress(progress: Progress) -> StageProgress:
+def _stage_progress(progress: BuildProgress) -> StageProgress:
     rate = progress.rows / progress.seconds if progress.seconds > 0 else 0.0
     left = progress.seconds * (1 / progress.share - 1) if progress.share > 0 else None
     return StageProgress(
@@ -119,7 +119,7 @@ def _stage_progress(progress: Progress) -> StageProgress:
 def require_inputs(rows: RowsConfig, target: TargetConfig, home: Path) -> None:
     """Raises what is wrong with the places of rows and target, before anything is started."""
     require_target(resolve_target(target, home))
-    find_parts(resolve_rows(rows, home))
+    find_files(resolve_rows(rows, home))
 
 
 def require_target(target: TargetConfig) -> None:

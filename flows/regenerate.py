@@ -10,10 +10,11 @@ from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 
 from cache.config import RowsConfig
+from cache.json_file import read_json, write_json
 from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
 from dflash.errors import ConfigMismatch, RunLocked
 from flows.prepare import local_target
-from flows.runs.directory import Tree, read_json, write_json
+from flows.runs.directory import Tree
 from flows.runs.parameters import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
 from flows.runs.repeats import is_worth_retrying
 from flows.stage.watch import watch_stage

@@ -10,10 +10,12 @@ from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 
 from cache.config import RowsConfig
+from cache.json_file import read_json
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
 from flows.errors import CannotFit
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree, epochs_done, is_finished, mark_finished, proposed_config, read_json, read_lines
+from flows.runs.directory import Tree, epochs_done, proposed_config, read_lines
+from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.naming import train_run_name
 from flows.runs.parameters import Dask, Home, Name, Parameters
 from flows.runs.repeats import is_worth_retrying, train_fingerprint

@@ -34,7 +34,7 @@ class Conversation:
 
 
 @dataclass(slots=True)
-class Counts:
+class ReadCounts:
     """By reason: conversations that were dropped, and what was changed in conversations that were kept."""
 
     dropped: Counter[str]
@@ -54,7 +54,7 @@ def read_conversations(
     batch: pa.RecordBatch | pa.Table,
     columns: Columns,
     supervise: Literal["all", "last"],
-    counts: Counts,
+    counts: ReadCounts,
     place: Place,
 ) -> list[Conversation]:
     """The conversations of a batch that the rules keep, in order."""

@@ -10,7 +10,7 @@ from cache.chat.token_places import Encoded
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerSpans:
     """Supervised answers of a batch, in order: the row of each, its bytes, and whether a limit cut it."""
 
     row: Int64[ndarray, "N"]
@@ -26,7 +26,7 @@ class Supervision:
     without_end: Int64[ndarray, "n"]  # answers with no end of turn after them, though they are finished
 
 
-def supervise(encoded: Encoded, answers: Answers, is_stop: Bool[ndarray, "V"]) -> Supervision:
+def supervise(encoded: Encoded, answers: AnswerSpans, is_stop: Bool[ndarray, "V"]) -> Supervision:
     """Each answer from its first token to its end of turn, the first stop id after it, and nothing after that.
 
     A token that straddles the start of an answer is not in it. An unfinished answer ends with the last token that is

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from cache.chat.control_text import ControlText
-from cache.chat.conversation import Conversation, Counts, read_conversations
+from cache.chat.conversation import Conversation, ReadCounts, read_conversations
 from cache.chat.find_answers import AnswerFinder, Document
 from cache.chat.message import Refused
-from cache.chat.supervise import Answers, supervise
+from cache.chat.supervise import AnswerSpans, supervise
 from cache.chat.template import BadTemplate, Template
 from cache.chat.template_probe import probe, prove
 from cache.chat.token_places import Encoded, Speller, byte_places
@@ -72,7 +72,7 @@ class ChatTokenizer:
 
     def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised:
         """One batch of conversations as rows; one conversation may give several. `place` names a row in errors."""
-        counts = Counts(Counter(), self.noted, Counter())
+        counts = ReadCounts(Counter(), self.noted, Counter())
         documents: list[Document] = []
         split_text: list[str] = []
         for conversation in read_conversations(batch, columns, self._supervise, counts, place):
@@ -117,7 +117,9 @@ class ChatTokenizer:
         bounds += encoded.text_start[row][:, None]
         is_finished = np.fromiter((document.finished for document in documents), bool, len(documents))
         is_last = np.append(row[1:] != row[:-1], True)[: row.size]
-        found = supervise(encoded, Answers(row, bounds[:, 0], bounds[:, 1], is_last & ~is_finished[row]), self._is_stop)
+        found = supervise(
+            encoded, AnswerSpans(row, bounds[:, 0], bounds[:, 1], is_last & ~is_finished[row]), self._is_stop
+        )
         if found.without_end.size:
             document = documents[row[found.without_end[0]]]
             raise BadTemplate(

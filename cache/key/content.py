@@ -15,10 +15,10 @@ from cache.config import RowsConfig, default_home
 from cache.disk.manifest import LAYOUT_VERSION
 from cache.errors import BadSource
 from cache.key.code import PACKAGE, hash_code, tokenising_code
-from cache.key.file_hashes import hash_parts, hash_table
+from cache.key.file_hashes import hash_sources, hash_table
 from cache.key.tokenizer_files import hash_tokenizer, probe_ids, resolve_vocabulary
 from cache.source.columns import Layout
-from cache.source.find import find_parts
+from cache.source.find import find_files
 
 CHAT_FILES = ("tokenizer", "template")  # parts of a key: hashes of files by which conversations are tokenised
 
@@ -46,7 +46,7 @@ def content_key(
     )
     parts = {
         "layout": str(LAYOUT_VERSION),
-        "source": hash_table(data, rows) if data is not None else hash_parts(find_parts(rows), sidecar),
+        "source": hash_table(data, rows) if data is not None else hash_sources(find_files(rows), sidecar),
         "probe": ",".join(str(i) for i in probe_ids(tokenizer)),
         **hash_chat_files(rows, tokenizer),
         "template_arguments": canonical(rows.template_arguments).decode(),

@@ -5,7 +5,6 @@ clock is too coarse to show that it changed again.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +15,8 @@ import pyarrow as pa
 import xxhash
 
 from cache.config import RowsConfig
-from cache.source.find import Part
+from cache.json_file import write_json
+from cache.source.find import SourceFiles
 from cache.source.mapped import read_blocks
 from cache.source.open import open_source
 
@@ -31,12 +31,12 @@ def state_of(path: Path) -> State:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
 
 
-def states_of(parts: Iterable[Part]) -> dict[Path, State]:
+def states_of(parts: Iterable[SourceFiles]) -> dict[Path, State]:
     """Of every file of these parts."""
     return {file.path: state_of(file.path) for part in parts for file in (*part.files, *part.indices)}
 
 
-def hash_parts(parts: list[Part], sidecar: Path) -> str:
+def hash_sources(parts: list[SourceFiles], sidecar: Path) -> str:
     """xxh3 over the files' formats, sizes and hashes, in order; names and places are not in it."""
     digest = xxhash.xxh3_128()
     for part in parts:
@@ -60,7 +60,7 @@ def hash_file(path: Path, sidecar: Path) -> str:
         digest.update(block)
     changed_ns = max(state[1], state[2])
     if state_of(path) == state and time.time_ns() - changed_ns > SETTLED_S * 1e9:
-        _write(remembered, {"path": place, "state": list(state), "xxh3": digest.hexdigest()})
+        write_json(remembered, {"path": place, "state": list(state), "xxh3": digest.hexdigest()}, durable=False)
     return digest.hexdigest()
 
 
@@ -102,10 +102,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None  # not there, or half written by a killed process: hash again
     return content if isinstance(content, dict) else None
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".tmp-{os.getpid()}-{time.monotonic_ns()}")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)

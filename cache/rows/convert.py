@@ -10,9 +10,9 @@ from numpy import ndarray
 from cache.config import RowsConfig
 from cache.ragged import Spans, last_runs, offsets_of, spans_of
 from cache.rows.audit import Audit
-from cache.rows.rules import Counts, Rows, fit, usable
+from cache.rows.rules import RowCounts, Rows, fit, usable
 from cache.rows.split import hashes_of_ids, sides
-from cache.slices.pieces import Piece, StoredPiece
+from cache.slices.pieces import Piece, PlacedPiece
 from cache.source.chunks import Chunk
 from cache.source.columns import Layout
 from cache.source.first_text import first_texts, hashes_of_texts
@@ -35,7 +35,7 @@ class Converter:
 
     layout: Layout
     policy: RowsConfig
-    counts: Counts = field(default_factory=Counts)
+    counts: RowCounts = field(default_factory=RowCounts)
     audit: Audit = field(default_factory=Audit)  # of conversations
     stop_ids: list[int] = field(default_factory=list)  # of the tokenizer that made the pieces
     _groups: Groups = field(init=False)
@@ -43,9 +43,9 @@ class Converter:
     def __post_init__(self) -> None:
         self._groups = Groups(self.layout.group)
 
-    def __call__(self, chunk: Chunk | StoredPiece) -> Converted:
+    def __call__(self, chunk: Chunk | PlacedPiece) -> Converted:
         self.counts.source_rows += chunk.num_rows
-        return self._conversations(chunk.piece) if isinstance(chunk, StoredPiece) else self._tokens(chunk)
+        return self._conversations(chunk.piece) if isinstance(chunk, PlacedPiece) else self._tokens(chunk)
 
     @property
     def group_names(self) -> list[str]:

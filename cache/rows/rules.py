@@ -17,7 +17,7 @@ from cache.ragged import MIN_TOKENS, Spans, has_anchor, num_runs, windows
 
 
 @dataclass(slots=True)
-class Counts:
+class RowCounts:
     """What the rules did, over the whole source."""
 
     source_rows: int = 0
@@ -49,7 +49,7 @@ class Rows:
         return self if keep.all() else Rows(self.ids.select(keep), self.mask.select(keep), self.row[keep])
 
 
-def usable(length: Int64[ndarray, "R"], valid: Bool[ndarray, "R"], counts: Counts) -> Bool[ndarray, "R"]:
+def usable(length: Int64[ndarray, "R"], valid: Bool[ndarray, "R"], counts: RowCounts) -> Bool[ndarray, "R"]:
     """Rows that are there and long enough for an anchor and one token to predict."""
     empty, short = valid & (length == 0), valid & (length > 0) & (length < MIN_TOKENS)
     for reason, rows in (("null", ~valid), ("empty", empty), ("too_short", short)):
@@ -58,7 +58,7 @@ def usable(length: Int64[ndarray, "R"], valid: Bool[ndarray, "R"], counts: Count
     return valid & (length >= MIN_TOKENS)
 
 
-def fit(rows: Rows, policy: RowsConfig, counts: Counts) -> Rows:
+def fit(rows: Rows, policy: RowsConfig, counts: RowCounts) -> Rows:
     """Apply `max_tokens` and `overflow`, then drop what has no legal anchor; counts what it keeps and what not."""
     length = rows.ids.length
     over = length > policy.max_tokens
@@ -91,7 +91,7 @@ def _pieces(spans: Spans, row: ndarray, inside: ndarray, size: ndarray) -> Spans
     return Spans(spans.values, spans.start[row] + inside, size)
 
 
-def _count_lost(rows: Rows, keep: ndarray, no_anchor: ndarray, counts: Counts) -> None:
+def _count_lost(rows: Rows, keep: ndarray, no_anchor: ndarray, counts: RowCounts) -> None:
     if keep.all():
         return
     counts.dropped_tokens += int(rows.ids.length[~keep].sum())
@@ -107,7 +107,7 @@ def _count_lost(rows: Rows, keep: ndarray, no_anchor: ndarray, counts: Counts) -
     counts.dropped["too_long"] += np.setdiff1d(rows.row[lost & ~is_piece], gone).size
 
 
-def _count_kept(rows: Rows, counts: Counts) -> None:
+def _count_kept(rows: Rows, counts: RowCounts) -> None:
     length = rows.ids.length
     counts.rows += length.size
     counts.tokens += int(length.sum())

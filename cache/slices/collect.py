@@ -38,7 +38,7 @@ class Tokenises(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered(Place):
+class NumberedPlace(Place):
     """Where rows stand that are no neighbours: `numbers` counts each from the first row."""
 
     numbers: Int64[ndarray, "R"] = field(kw_only=True)
@@ -107,7 +107,7 @@ class _Gathered:
         batches, *numbers = zip(*self._waiting, strict=True)
         self._waiting = []
         row, line, group = (np.concatenate(part) for part in numbers)
-        place = Numbered(self._first.file, self._first.first_row, self._first.lines, numbers=line)
+        place = NumberedPlace(self._first.file, self._first.first_row, self._first.lines, numbers=line)
         made = self._chat.tokenise(pa.Table.from_batches(batches), self._layout.columns(), place)
         self._dropped.update(made.dropped)
         self._messages.update(made.messages)

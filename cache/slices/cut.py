@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import xxhash
 
-from cache.source.chunks import InMemory, Range, arrow_batches, composed, open_arrow
+from cache.source.chunks import InMemory, RowRange, arrow_batches, composed, open_arrow
 from cache.source.columns import Layout
-from cache.source.find import DataFile, Part
+from cache.source.find import DataFile, SourceFiles
 from cache.source.jsonl import codec_of
 from cache.source.mapped import MappedFile
 
@@ -33,15 +33,15 @@ HashFile = Callable[[Path], str]
 class Cut:
     """One slice to be."""
 
-    part: Part | None  # None: of the table in memory
-    range: Range
+    part: SourceFiles | None  # None: of the table in memory
+    range: RowRange
     num_rows: int | None  # or lines, blank ones too; None where only reading would tell
     size_bytes: int  # about so much text
     content: str  # equal for equal rows in an equal order
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class _StoredRows:
     """What a file is stored in: a row group or a record batch."""
 
     rows: int
@@ -49,7 +49,7 @@ class _Unit:
     most_slices: int = 1 << 62
 
 
-def cuts_of_part(part: Part, layout: Layout, hash_file: HashFile) -> Iterator[Cut]:
+def cuts_of_files(part: SourceFiles, layout: Layout, hash_file: HashFile) -> Iterator[Cut]:
     """The slices of one file or mapping, in order; `hash_file` gives the hash of a file's content."""
     if part.indices:
         content = "|".join(hash_file(file.path) for file in (*part.files, *part.indices))
@@ -59,20 +59,20 @@ def cuts_of_part(part: Part, layout: Layout, hash_file: HashFile) -> Iterator[Cu
     if file.format == "jsonl" and codec_of(file.path) is None:
         yield from _cuts_of_lines(part, file.path)
     elif file.format == "jsonl":  # compressed lines can only be read from the beginning
-        yield Cut(part, Range(), None, file.path.stat().st_size, hash_file(file.path))
+        yield Cut(part, RowRange(), None, file.path.stat().st_size, hash_file(file.path))
     else:
         units = _row_groups(file.path, layout) if file.format == "parquet" else _record_batches(file, layout)
         yield from _cuts_of_units(part, units, hash_file(file.path), are_batches=file.format != "parquet")
 
 
-def cuts_of_table(memory: InMemory, layout: Layout, content: str, part: Part | None = None) -> Iterator[Cut]:
+def cuts_of_table(memory: InMemory, layout: Layout, content: str, part: SourceFiles | None = None) -> Iterator[Cut]:
     """The slices of a table in memory, or of a part with a mapping."""
     table = memory.table.select(layout.names)
     size = int(table.nbytes / max(1, table.num_rows) * memory.num_rows)
-    yield from _cuts_of_units(part, [_Unit(memory.num_rows, size)], content, are_batches=False)
+    yield from _cuts_of_units(part, [_StoredRows(memory.num_rows, size)], content, are_batches=False)
 
 
-def _cuts_of_lines(part: Part, path: Path) -> Iterator[Cut]:
+def _cuts_of_lines(part: SourceFiles, path: Path) -> Iterator[Cut]:
     start = first_line = 0
     with path.open("rb") as file:
         while text := _whole_lines(file, start):
@@ -82,7 +82,7 @@ def _cuts_of_lines(part: Part, path: Path) -> Iterator[Cut]:
                 text, lines = text[: int(ends[SLICE_ROWS - 1]) + 1], SLICE_ROWS
             stop = start + len(text)
             rows = lines + (not text.endswith(b"\n"))
-            yield Cut(part, Range(start, stop, first_line), rows, len(text), xxhash.xxh3_128_hexdigest(text))
+            yield Cut(part, RowRange(start, stop, first_line), rows, len(text), xxhash.xxh3_128_hexdigest(text))
             start, first_line = stop, first_line + lines
 
 
@@ -99,26 +99,28 @@ def _whole_lines(file: BinaryIO, start: int) -> bytes:
             return text[:end]
 
 
-def _row_groups(path: Path, layout: Layout) -> Iterator[_Unit]:
+def _row_groups(path: Path, layout: Layout) -> Iterator[_StoredRows]:
     metadata = pa.parquet.read_metadata(path)
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         columns = [group.column(i) for i in range(group.num_columns)]
         used = [column for column in columns if column.path_in_schema.split(".")[0] in layout.names]
-        yield _Unit(group.num_rows, sum(column.total_uncompressed_size for column in used), MOST_OF_A_GROUP)
+        yield _StoredRows(group.num_rows, sum(column.total_uncompressed_size for column in used), MOST_OF_A_GROUP)
 
 
-def _record_batches(file: DataFile, layout: Layout) -> Iterator[_Unit]:
+def _record_batches(file: DataFile, layout: Layout) -> Iterator[_StoredRows]:
     with MappedFile(file.path) as mapped:
         for batch in arrow_batches(open_arrow(mapped, file, layout.names)):
-            yield _Unit(batch.num_rows, batch.select(layout.names).nbytes)
+            yield _StoredRows(batch.num_rows, batch.select(layout.names).nbytes)
 
 
-def _cuts_of_units(part: Part | None, units: Iterable[_Unit], content: str, *, are_batches: bool) -> Iterator[Cut]:
+def _cuts_of_units(
+    part: SourceFiles | None, units: Iterable[_StoredRows], content: str, *, are_batches: bool
+) -> Iterator[Cut]:
     """Small units together, large ones cut evenly."""
 
     def cut(start: int, stop: int, size: int) -> Cut:
-        span = Range(start, stop, 0, *((first, first_row) if are_batches else (0, 0)))
+        span = RowRange(start, stop, 0, *((first, first_row) if are_batches else (0, 0)))
         return Cut(part, span, stop - start, size, f"{content}:{start}:{stop}")
 
     row = begin = size = 0  # where the unit, and where the slice that is being filled, begins; bytes in it

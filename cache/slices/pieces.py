@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPiece:
+class PlacedPiece:
     """A piece of a slice, and where it stands in the source."""
 
     piece: Piece

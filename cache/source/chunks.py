@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from cache.source.columns import Layout
-from cache.source.find import DataFile, Part
+from cache.source.find import DataFile, SourceFiles
 from cache.source.jsonl import conversation_batch, first_object, read_lines, schema_of, token_batch
 from cache.source.mapped import MappedFile
 from cache.source.place import Place
@@ -44,7 +44,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class RowRange:
     """Neighbouring rows of one part: by row, or by byte where the rows are lines."""
 
     start: int = 0
@@ -54,7 +54,7 @@ class Range:
     batch_row: int = 0  # and its first row
 
 
-WHOLE = Range()
+WHOLE = RowRange()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class InMemory:
         return int(self.table.num_rows) if self.indices is None else len(self.indices)
 
 
-def part_chunks(part: Part, layout: Layout, span: Range = WHOLE) -> Iterator[Chunk]:
+def file_chunks(part: SourceFiles, layout: Layout, span: RowRange = WHOLE) -> Iterator[Chunk]:
     """Chunks of one file, or of several files in the order of a mapping."""
     if part.indices:
         yield from table_chunks(composed(part), layout, str(part.files[0].path.parent), span)
@@ -83,7 +83,7 @@ def part_chunks(part: Part, layout: Layout, span: Range = WHOLE) -> Iterator[Chu
         yield from _arrow_chunks(file, layout, span)
 
 
-def composed(part: Part) -> InMemory:
+def composed(part: SourceFiles) -> InMemory:
     """Mapped files, and the mapped row numbers that select from them."""
     files = (*part.files, *part.indices)
     tables = [open_arrow(MappedFile(file.path), file).read_all() for file in files]
@@ -111,7 +111,7 @@ def arrow_batches(reader: Any, first: int = 0) -> Iterator[pa.RecordBatch]:
             yield batch
 
 
-def table_chunks(memory: InMemory, layout: Layout, name: str, span: Range = WHOLE) -> Iterator[Chunk]:
+def table_chunks(memory: InMemory, layout: Layout, name: str, span: RowRange = WHOLE) -> Iterator[Chunk]:
     """Chunks of a table in memory, in the order of its row numbers where it has some."""
     table = memory.table.select(layout.names)
     total = max(1, memory.num_rows)
@@ -133,7 +133,7 @@ def table_chunks(memory: InMemory, layout: Layout, name: str, span: Range = WHOL
             yield Chunk(part, Place(name, begin + start), (begin + start + part.num_rows) / total)
 
 
-def _jsonl_chunks(path: Path, layout: Layout, span: Range) -> Iterator[Chunk]:
+def _jsonl_chunks(path: Path, layout: Layout, span: RowRange) -> Iterator[Chunk]:
     size = max(1, path.stat().st_size)
     tokens = layout.kind == "tokens"
     schema = schema_of(first_object(path), layout, path) if tokens else None
@@ -144,7 +144,7 @@ def _jsonl_chunks(path: Path, layout: Layout, span: Range) -> Iterator[Chunk]:
             yield Chunk(part, Place(str(path), lines.first + start, lines=True), min(1.0, lines.position / size))
 
 
-def _parquet_chunks(path: Path, layout: Layout, span: Range) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, layout: Layout, span: RowRange) -> Iterator[Chunk]:
     with pa.parquet.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=1 << 20) as file:
         num_rows = max(1, file.metadata.num_rows)
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
@@ -160,7 +160,7 @@ def _parquet_chunks(path: Path, layout: Layout, span: Range) -> Iterator[Chunk]:
                 return
 
 
-def _arrow_chunks(file: DataFile, layout: Layout, span: Range) -> Iterator[Chunk]:
+def _arrow_chunks(file: DataFile, layout: Layout, span: RowRange) -> Iterator[Chunk]:
     with MappedFile(file.path) as mapped:
         row = span.batch_row
         for batch in arrow_batches(open_arrow(mapped, file, layout.names), span.batch):
@@ -174,7 +174,9 @@ def _arrow_chunks(file: DataFile, layout: Layout, span: Range) -> Iterator[Chunk
                 return
 
 
-def _cut_within(batch: pa.RecordBatch, layout: Layout, row: int, span: Range) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _cut_within(
+    batch: pa.RecordBatch, layout: Layout, row: int, span: RowRange
+) -> Iterator[tuple[int, pa.RecordBatch]]:
     """As `_cut`, of those of the batch's rows that lie in the range; numbered as the file's."""
     low, high = max(span.start - row, 0), min(span.stop - row, batch.num_rows)
     if high > low:

@@ -30,20 +30,20 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceFiles:
     """Files that are one table, and the files of row numbers that select from it, where there are any."""
 
     files: tuple[DataFile, ...]
     indices: tuple[DataFile, ...] = ()
 
 
-def find_parts(rows: RowsConfig) -> list[Part]:
+def find_files(rows: RowsConfig) -> list[SourceFiles]:
     """The data files of `rows.source`, in the order in which their rows count."""
     given = [rows.source] if isinstance(rows.source, str) else rows.source
-    parts: list[Part] = []
+    parts: list[SourceFiles] = []
     for pattern in given:
         for path in _expand(pattern):
-            parts += [_directory(path, rows.split)] if path.is_dir() else [Part((_data_file(path),))]
+            parts += [_directory(path, rows.split)] if path.is_dir() else [SourceFiles((_data_file(path),))]
     if not parts:
         raise BadSource("rows.source: an empty list, expected at least one path.")
     return parts
@@ -62,7 +62,7 @@ def _expand(pattern: str) -> list[Path]:
     return [Path(name) for name in found]
 
 
-def _directory(path: Path, split: str | None) -> Part:
+def _directory(path: Path, split: str | None) -> SourceFiles:
     if (path / "dataset_dict.json").is_file():  # save_to_disk of a DatasetDict
         names = _json(path / "dataset_dict.json")["splits"]
         return _directory(path / _choose(names, split, path), None)
@@ -73,7 +73,7 @@ def _directory(path: Path, split: str | None) -> Part:
     return _plain(path, split)
 
 
-def _saved(path: Path, split: str | None) -> Part:
+def _saved(path: Path, split: str | None) -> SourceFiles:
     state = _json(path / "state.json")
     own = state.get("_split")
     if split is not None and own is not None and own != split:
@@ -84,10 +84,10 @@ def _saved(path: Path, split: str | None) -> Part:
     indices = tuple(_data_file(path / entry["filename"]) for entry in state.get("_indices_data_files") or ())
     if not files:
         raise BadSource(f"{path}: its state.json names no data files: the data set is empty.")
-    return Part(files, indices)
+    return SourceFiles(files, indices)
 
 
-def _loaded(path: Path, split: str | None) -> Part:
+def _loaded(path: Path, split: str | None) -> SourceFiles:
     info = _json(path / "dataset_info.json")
     splits = info.get("splits") or {}
     chosen = _choose(list(splits), split, path)
@@ -97,10 +97,10 @@ def _loaded(path: Path, split: str | None) -> Part:
     shards = len(splits[chosen].get("shard_lengths") or [0])
     if len(found) != shards:
         raise BadSource(f"{path}: {len(found)} files {prefix}*.arrow, expected {shards}. Load the data set again.")
-    return Part(tuple(_data_file(name) for name in found))
+    return SourceFiles(tuple(_data_file(name) for name in found))
 
 
-def _plain(path: Path, split: str | None) -> Part:
+def _plain(path: Path, split: str | None) -> SourceFiles:
     """A directory of data files without metadata, as people download them; `data/` in it is looked into, too."""
     found: list[Path] = []
     for directory in (path, path / "data"):
@@ -113,7 +113,7 @@ def _plain(path: Path, split: str | None) -> Part:
     if len(splits) > 1 or split is not None:
         chosen = _choose(splits, split, path)
         found = [name for name in found if names[name] == chosen]
-    return Part(tuple(_data_file(name) for name in found))
+    return SourceFiles(tuple(_data_file(name) for name in found))
 
 
 def _is_data(path: Path) -> bool:

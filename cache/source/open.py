@@ -10,9 +10,9 @@ import pyarrow.parquet
 
 from cache.config import RowsConfig
 from cache.errors import BadSource
-from cache.source.chunks import Chunk, InMemory, open_arrow, part_chunks, table_chunks
+from cache.source.chunks import Chunk, InMemory, file_chunks, open_arrow, table_chunks
 from cache.source.columns import Layout, resolve
-from cache.source.find import DataFile, Part
+from cache.source.find import DataFile, SourceFiles
 from cache.source.first_text import tells_first_text
 from cache.source.jsonl import first_object, type_of
 from cache.source.mapped import MappedFile
@@ -24,7 +24,7 @@ IN_MEMORY = "the table in memory"
 class Source:
     """What is to be read: parts of one file each, or with a mapping over several, or a table in memory."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SourceFiles, ...]
     table: InMemory | None
     layout: Layout
     num_rows: int | None  # where it is known without reading
@@ -36,7 +36,7 @@ class Source:
         sizes = [sum(file.path.stat().st_size for file in part.files) for part in self.parts]
         total, before = max(1, sum(sizes)), 0
         for part, size in zip(self.parts, sizes, strict=True):
-            for chunk in part_chunks(part, self.layout):
+            for chunk in file_chunks(part, self.layout):
                 yield Chunk(chunk.batch, chunk.place, (before + chunk.read * size) / total)
             before += size
 
@@ -52,7 +52,7 @@ def in_memory(data: Any) -> InMemory:
     raise BadSource(f"rows in memory: {type(data).__name__}, expected a pyarrow.Table or a datasets.Dataset.")
 
 
-def open_source(parts: Sequence[Part], rows: RowsConfig, data: Any = None) -> Source:
+def open_source(parts: Sequence[SourceFiles], rows: RowsConfig, data: Any = None) -> Source:
     """Resolve the columns, which must be the same in every file."""
     if data is not None:
         table = in_memory(data)
@@ -66,11 +66,13 @@ def open_source(parts: Sequence[Part], rows: RowsConfig, data: Any = None) -> So
         count = -1 if num_rows is None or count < 0 else count + num_rows
     layout = _common(found)
     known = count if count >= 0 and not any(part.indices for part in parts) else None
-    single = [one for part in parts for one in ([part] if part.indices else [Part((file,)) for file in part.files])]
+    single = [
+        one for part in parts for one in ([part] if part.indices else [SourceFiles((file,)) for file in part.files])
+    ]
     return Source(tuple(single), None, layout, known)
 
 
-def column_names(parts: Sequence[Part]) -> list[str]:
+def column_names(parts: Sequence[SourceFiles]) -> list[str]:
     """The columns of the first file; `open_source` refuses others that differ in what is read."""
     return list(_describe(parts[0].files[0])[0].names)
 

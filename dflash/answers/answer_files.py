@@ -1,4 +1,4 @@
-"""Answers on disk: shards that only grow, a header that says how they came to be, and one file in order at the end.
+"""AnswerFiles on disk: shards that only grow, a header that says how they came to be, and one file in order at the end.
 
 header.json       what the answers depend on; a rerun with another value is refused by the name of its field
 shard-00000.jsonl one line a finished row, in the order in which rows finished, written by one call
@@ -22,11 +22,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from cache.errors import BadSource
-from cache.key.file_hashes import hash_parts
-from cache.source.find import find_parts
+from cache.json_file import write_json
+from cache.key.file_hashes import hash_sources
+from cache.source.find import find_files
 from dflash.config import AnswersConfig
 from dflash.errors import ConfigMismatch
-from dflash.files import write_json
 from dflash.training.open_run import changed_settings, fingerprint
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def settings_of(config: AnswersConfig, template: str, path: Path) -> dict[str, A
     if given.engine == "openai":
         names += ["api", "served_model"]
     return {
-        "rows.source": hash_parts(find_parts(config.rows), path / "hashes"),
+        "rows.source": hash_sources(find_files(config.rows), path / "hashes"),
         "rows.template": template,
         "rows.template_arguments": config.rows.template_arguments,
         "target.model": {"name": Path(config.target.model).name, "fingerprint": fingerprint(config.target)},
@@ -71,7 +71,7 @@ def settings_of(config: AnswersConfig, template: str, path: Path) -> dict[str, A
     }
 
 
-class Answers:
+class AnswerFiles:
     """The directory of the answers, open for the one process that holds its lock."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -113,9 +113,9 @@ class Answers:
         os.fsync(self._file)
         os.close(self._file)
 
-    def finish(self, rows: Iterable[int], max_dropped: float) -> "Counts":
+    def finish(self, rows: Iterable[int], max_dropped: float) -> "AnswerCounts":
         """Write answers.jsonl: the lines of these rows in this order. Raises BadSource where too few have any."""
-        counts = Counts()
+        counts = AnswerCounts()
         partial = self._path / "answers.jsonl.tmp"
         open_shards = {shard: shard.open("rb") for shard in {place.shard for place in self._places.values()}}
         try:
@@ -150,7 +150,7 @@ class Answers:
 
 
 @dataclass(slots=True)
-class Counts:
+class AnswerCounts:
     """What the finished rows hold."""
 
     rows: int = 0

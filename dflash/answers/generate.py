@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.answers.answer_files import Answers, read_config, settings_of
+from cache.json_file import write_json
+from dflash.answers.answer_files import AnswerFiles, read_config, settings_of
 from dflash.answers.dialogue import Dialogue, Prompter, Reply, Request
 from dflash.answers.engines import Transformers, by_length, devices
 from dflash.answers.questions import chosen, rows_wanted
 from dflash.answers.servers import REFUSED, Servers
 from dflash.config import AnswersConfig
 from dflash.errors import ConfigMismatch
-from dflash.files import write_json
-from dflash.run_directory import Progress, RunDirectory
-from dflash.stopping import Interrupted
+from dflash.interrupt import Interrupted
+from dflash.run_directory import ProgressFile, RunDirectory
 from dflash.target.frozen import text_config
 from dflash.target.tokenizer import tokenizer_directory
 from dflash.training.checkpoint import run_lock
@@ -49,7 +49,7 @@ def generate(path: Path) -> None:
         config = read_config(path)
         prompter = Prompter(tokenizer_directory(config.target), config.rows)
         longest = int(text_config(config.target).max_position_embeddings)
-        answers = Answers(path, settings_of(config, prompter.template.source, path))
+        answers = AnswerFiles(path, settings_of(config, prompter.template.source, path))
         try:
             wanted = rows_wanted(config.rows, config.generation)
             left = wanted - answers.rows
@@ -104,7 +104,7 @@ def _answer_all(
     prompter: Prompter,
     longest: int,
     dialogues: Iterator[Dialogue],
-    answers: Answers,
+    answers: AnswerFiles,
     path: Path,
     total: int,
     left: int,
@@ -114,7 +114,7 @@ def _answer_all(
     workers, batches = _workers(config, prompter, longest, dialogues, stopping)
     shared, events = _Shared(batches), queue.SimpleQueue[Event]()
     start = time.monotonic()
-    progress = Progress(RunDirectory(path), "generate", total, "rows", done=total - left)
+    progress = ProgressFile(RunDirectory(path), "generate", total, "rows", done=total - left)
     threads = [threading.Thread(target=_work, args=(one, shared, events, stopping), daemon=True) for one in workers]
     with _stop_signals(events):
         try:
@@ -129,7 +129,9 @@ def _answer_all(
     return time.monotonic() - start
 
 
-def _collect(running: int, events: "queue.SimpleQueue[Event]", answers: Answers, progress: Progress, done: int) -> None:
+def _collect(
+    running: int, events: "queue.SimpleQueue[Event]", answers: AnswerFiles, progress: ProgressFile, done: int
+) -> None:
     """Store finished rows until all workers have ended."""
     held: list[_Done] = []  # refused by servers before any answer: perhaps it is the request that is wrong, no row
     is_answered = False

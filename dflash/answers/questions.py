@@ -21,7 +21,7 @@ from cache.chat.message import Message, Refused, SchemaError
 from cache.config import RowsConfig
 from cache.errors import BadRow, BadSource
 from cache.source.chunks import Chunk
-from cache.source.find import find_parts
+from cache.source.find import find_files
 from cache.source.open import Source, column_names, open_source
 from dflash.config import GenerationConfig
 
@@ -138,7 +138,7 @@ def _earlier_key(line: bytes, seen: set[tuple[int, str]], place: str, *, is_last
 
 def _open(rows: RowsConfig) -> tuple[Source, bool]:
     """The source read as conversations, also where it has token ids beside them, with `id` where it has that."""
-    parts = find_parts(rows)
+    parts = find_files(rows)
     names = column_names(parts)
     wanted = (rows.columns.messages,) if rows.columns.messages else (*MESSAGES, *PROMPTS)
     column = next((name for name in wanted if name in names), None)

@@ -23,7 +23,7 @@ from dflash.target.frozen import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DecodeLimits:
     """Where an answer ends: behind its first stop token, or after so many tokens, or at the target's last position."""
 
     max_new_tokens: int
@@ -55,7 +55,7 @@ class Decoded:
         return sum(self.emitted) / len(self.emitted) if self.emitted else float("nan")
 
 
-def plain(target: Target, prompt: Int[Tensor, " S"], limits: Limits, sampling: Sampling, dice: Dice) -> Decoded:
+def plain(target: Target, prompt: Int[Tensor, " S"], limits: DecodeLimits, sampling: Sampling, dice: Dice) -> Decoded:
     """The target alone, one token a pass."""
     start = time.perf_counter()
     end = room(target, prompt, limits.max_new_tokens)
@@ -79,7 +79,7 @@ def speculate(
     drafter: Drafter,
     ends: tuple[nn.Module, Head],
     prompts: Sequence[Int[Tensor, " S"]],
-    limits: Limits,
+    limits: DecodeLimits,
     sampling: Sampling,
     dice: Sequence[Dice],
 ) -> list[Decoded]:
@@ -117,7 +117,7 @@ def stream(
     drafter: Drafter,
     ends: tuple[nn.Module, Head],
     prompts: Sequence[Int[Tensor, " S"]],
-    limits: Limits,
+    limits: DecodeLimits,
     sampling: Sampling,
     dice: Sequence[Dice],
 ) -> Iterator[list[Emission]]:
@@ -151,7 +151,7 @@ def stream(
         yield emissions
 
 
-def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: Limits, sampling: Sampling) -> Emission:
+def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: DecodeLimits, sampling: Sampling) -> Emission:
     """Move a row on by its accepted drafts and the token after them, as far as a stop token or its end."""
     count = len(row.proposal.tokens)
     accepted, token = sampling.verify(logits[: count + 1], row.proposal, row.dice)
@@ -162,7 +162,7 @@ def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: Limits, sampling: S
     return Emission(row.index, tuple(new), min(accepted, len(new)))
 
 
-def _unfinished(rows: list[_Row], limits: Limits, cache: RowCache, context: "Context") -> list[_Row]:
+def _unfinished(rows: list[_Row], limits: DecodeLimits, cache: RowCache, context: "Context") -> list[_Row]:
     going = [b for b, row in enumerate(rows) if row.room > 0 and row.last not in limits.stop_ids]
     if going and len(going) < len(rows):
         cache.select(going)

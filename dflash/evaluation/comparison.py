@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dflash.config import EvaluationConfig
-from dflash.decoding.decode import Decoded, Limits, plain, speculate
+from dflash.decoding.decode import Decoded, DecodeLimits, plain, speculate
 from dflash.decoding.sampling import Sampling, SeededDice
 from dflash.decoding.tau import RowWalk, acceptance_by_slot, tau
 from dflash.model.drafter import Drafter
@@ -60,7 +60,7 @@ def compare(
     """Decode each prompt (its group, its ids) both ways, one at a time; kind of cache, limits and seed are the same."""
     sampling = Sampling(config.temperature, config.top_p, config.top_k)
     _warm_up(target, drafter, ends, prompts[0][1], sampling)
-    limits, compared = Limits(config.max_new_tokens, stop_ids), []
+    limits, compared = DecodeLimits(config.max_new_tokens, stop_ids), []
     for index, (group, prompt) in enumerate(prompts):
         seed = config.seed + index
         alone = plain(target, prompt, limits, sampling, SeededDice(seed, target.device))
@@ -76,8 +76,8 @@ def _warm_up(
 ) -> None:
     """The first passes pay for what later ones find ready: neither way of decoding should."""
     dice = SeededDice(0, target.device)
-    plain(target, prompt, Limits(2), sampling, dice)
-    speculate(target, drafter, ends, [prompt], Limits(2), sampling, [dice])
+    plain(target, prompt, DecodeLimits(2), sampling, dice)
+    speculate(target, drafter, ends, [prompt], DecodeLimits(2), sampling, [dice])
 
 
 def facts(compared: Sequence[Comparison], config: EvaluationConfig, block_size: int) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.evaluation.comparison import Comparison, compare, facts, finite, sample
 from dflash.evaluation.report import write_report
 from dflash.host import cpu_threads
-from dflash.run_directory import Progress
+from dflash.run_directory import ProgressFile
 from dflash.target.frozen import Target
 from dflash.target.placement import place
 from dflash.training import checkpoint
 from dflash.training.checkpoint import Checkpoint
+from dflash.training.initial_drafter import load_drafter
 from dflash.training.open_run import OpenRun, open_run
-from dflash.training.starting import load_drafter
 
 # B·S of the micro-batches whose rows are walked, at least: a demo trains on smaller ones than are quick.
 _TOKENS = 1 << 10
@@ -51,7 +51,7 @@ def evaluate(path: Path, tokens: Path) -> None:
     ends = target.ends(device)
     drafters = [load_drafter(opened.shape, c).to(device).eval() for c in (before, after)]
     prompts = held_out_prompts(opened, held_out)
-    progress = Progress(opened.run, "evaluate", held_out.size + len(prompts), "rows")
+    progress = ProgressFile(opened.run, "evaluate", held_out.size + len(prompts), "rows")
     walks = walk_rows(
         opened.store,
         held_out,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from dflash.files import write_atomic
+from cache.json_file import write_text
 from dflash.run_directory import RunDirectory
 from dflash.training.metrics import coverage_by_length
 
@@ -27,7 +27,7 @@ svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#59636e}
 def write_report(run: RunDirectory, evaluation: dict[str, Any]) -> None:
     """Write the run's report from its metrics and its evaluation."""
     lines = list(run.metric_lines())
-    write_atomic(run.path / "report.html", render(run.path.name, lines, evaluation))
+    write_text(run.path / "report.html", render(run.path.name, lines, evaluation))
 
 
 def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any]) -> str:

@@ -17,16 +17,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from cache.json_file import write_json
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.export.layouts import Json, TargetFacts, check_config, check_tensors, layout_config, read_drafter
 from dflash.export.layouts import load_exported as load_exported  # `python -m dflash probe` asks here
-from dflash.files import durable_directory, write_json
+from dflash.files import durable_directory
 from dflash.model.drafter import Drafter
 from dflash.model.head import Head
-from dflash.run_directory import Progress, RunDirectory
+from dflash.run_directory import ProgressFile, RunDirectory
 from dflash.target.frozen import Target, drafter_shape, stop_tokens, text_config
 from dflash.training import checkpoint
-from dflash.training.starting import load_drafter
+from dflash.training.initial_drafter import load_drafter
 
 TOLERANCE = 1e-5  # float32 logits, the same weights in two processes
 
@@ -46,7 +47,7 @@ def export(path: Path) -> None:
     shape = drafter_shape(config.drafter, target_config, stop_tokens(config.target))
     base = Path(config.export.path) if config.export.path else path / "export"
     layouts = list(dict.fromkeys(config.export.layouts))
-    progress = Progress(run, "export", 2 * len(layouts), "parts")
+    progress = ProgressFile(run, "export", 2 * len(layouts), "parts")
     drafter = load_drafter(shape, found).eval()
     cpu = torch.device("cpu")
     embedding, head = Target.load(config.target, shape.taps, cpu).ends(cpu)

@@ -24,8 +24,8 @@ from jaxtyping import BFloat16, Int64
 from numpy import ndarray
 from torch import Tensor
 
+from cache.json_file import write_json
 from dflash.errors import ConfigMismatch
-from dflash.files import write_json
 
 
 class FeatureStore:

@@ -16,7 +16,7 @@ from dflash.pipeline.device import Lane, free_buffers, new_buffers
 from dflash.pipeline.feature_store import FeatureStore
 from dflash.pipeline.stages import HasFeatures, Leased, Trains, read, run_target, train
 from dflash.pipeline.telemetry import Clock, merge
-from dflash.pipeline.train_plan import Plan
+from dflash.pipeline.train_plan import TrainPlan
 from dflash.pipeline.watchdog import Watchdog
 from dflash.step_sums import PendingReport
 
@@ -42,7 +42,7 @@ class Pipeline:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TrainPlan,
         trainer: Trains,
         targets: Sequence[HasFeatures],
         features: FeatureStore | None = None,

@@ -16,7 +16,7 @@ from dflash.pipeline.channel import Channel, Reorder
 from dflash.pipeline.device import Lane, Stopwatch, pinned, receive
 from dflash.pipeline.feature_store import FeatureStore
 from dflash.pipeline.telemetry import Clock
-from dflash.pipeline.train_plan import Plan
+from dflash.pipeline.train_plan import TrainPlan
 from dflash.step_sums import PendingReport
 
 
@@ -50,7 +50,7 @@ class Leased:
 
 
 def read(
-    plan: Plan,
+    plan: TrainPlan,
     work: Iterable[tuple[Position, np.ndarray]],
     device: torch.device,
     free: Channel[Buffers],

@@ -27,7 +27,7 @@ from dflash.batch import Position, Step, TrainBatch
 from dflash.config import RunConfig
 
 
-class Plan:
+class TrainPlan:
     """Steps and micro-batches of every epoch. Stages on several threads may ask."""
 
     def __init__(self, store: TokenCache, config: RunConfig, rank: int = 0, ranks: int = 1) -> None:

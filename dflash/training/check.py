@@ -12,14 +12,14 @@ from dflash.batch import Step
 from dflash.config import RunConfig
 from dflash.distributed import Ranks
 from dflash.host import cpu_threads, free_bytes
-from dflash.pipeline.train_plan import Plan
-from dflash.run_directory import Progress
+from dflash.pipeline.train_plan import TrainPlan
+from dflash.run_directory import ProgressFile
 from dflash.target.placement import place
 from dflash.training import checkpoint
 from dflash.training.initial_drafter import new_drafter
 from dflash.training.open_run import OpenRun, open_run
 from dflash.training.stage_seconds import stage_seconds
-from dflash.training.trainer import Trainer
+from dflash.training.step import Trainer
 
 _MEASURED = 4  # micro-batches that are timed, after the largest one, which warms up and fills the memory
 
@@ -31,7 +31,7 @@ def check(path: Path, tokens: Path) -> None:
     """
     opened = open_run(path, tokens)
     done = checkpoint.newest(opened.run.checkpoints)
-    plan, training = Plan(opened.store, opened.config), opened.config.training
+    plan, training = TrainPlan(opened.store, opened.config), opened.config.training
     steps = [plan.steps(epoch) for epoch in range(training.epochs)]
     left = sum(steps) - (done.state.steps_total if done else 0)
     measured = _measure(opened, plan)
@@ -91,13 +91,13 @@ def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], confi
     return with_target * max(seconds["train"], target) + (left - with_target) * seconds["train"]
 
 
-def _measure(opened: OpenRun, plan: Plan) -> dict[str, Any]:
+def _measure(opened: OpenRun, plan: TrainPlan) -> dict[str, Any]:
     """Run a few micro-batches of the first epoch with the real parts, the largest first, and throw the result away."""
     config = opened.config
     torch.set_num_threads(cpu_threads())
     devices = place(config.target, _first_of(config))
     devices.enter()
-    progress = Progress(opened.run, "check", _MEASURED + 1, "micro-batches")
+    progress = ProgressFile(opened.run, "check", _MEASURED + 1, "micro-batches")
     target = opened.load_target(devices.targets[0])
     drafter = new_drafter(opened.shape, config.drafter, target, config.training.seed).to(devices.drafter)
     trainer = Trainer(drafter, *target.ends(devices.drafter), config.training)

@@ -27,8 +27,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cache.json_file import write_json
 from dflash.errors import CheckpointCorrupt, RunLocked, StageFailed
-from dflash.files import checksum, durable_directory, write_json
+from dflash.files import checksum, durable_directory
 
 log = logging.getLogger(__name__)
 

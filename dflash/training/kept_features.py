@@ -10,8 +10,8 @@ from dflash.distributed import ALONE, Ranks
 from dflash.errors import ConfigMismatch
 from dflash.pipeline.feature_store import FeatureStore, is_complete
 from dflash.pipeline.stages import HasFeatures, batch_features
-from dflash.pipeline.train_plan import Plan
-from dflash.run_directory import Progress, RunDirectory
+from dflash.pipeline.train_plan import TrainPlan
+from dflash.run_directory import ProgressFile, RunDirectory
 from dflash.training.checkpoint import State
 from dflash.training.open_run import OpenRun
 
@@ -47,7 +47,7 @@ def open_features(opened: OpenRun, ranks: Ranks = ALONE) -> FeatureStore:
 
 
 def fill_features(
-    features: FeatureStore, plan: Plan, target: HasFeatures, start: State, run: RunDirectory, ranks: Ranks = ALONE
+    features: FeatureStore, plan: TrainPlan, target: HasFeatures, start: State, run: RunDirectory, ranks: Ranks = ALONE
 ) -> None:
     """Compute what the store lacks of the part of the first epoch that is already trained; each process its share."""
     lacking = [
@@ -58,7 +58,7 @@ def fill_features(
     if not any(ranks.gather(bool(lacking))):
         return
     log.info("features of %d micro-batches are missing: computing them again", len(lacking))
-    progress = Progress(run, "features", len(lacking), "micro-batches") if ranks.leads else None
+    progress = ProgressFile(run, "features", len(lacking), "micro-batches") if ranks.leads else None
     buffers = Buffers(plan.buffer_tokens)
     for position, row_ids in lacking:
         batch = plan.make_batch(position, row_ids, buffers)

@@ -15,11 +15,11 @@ from dflash.batch import Position
 from dflash.distributed import Ranks
 from dflash.host import free_bytes
 from dflash.pipeline.device import Lane, Stopwatch, receive
-from dflash.pipeline.train_plan import Plan
+from dflash.pipeline.train_plan import TrainPlan
 from dflash.target.frozen import Target
 from dflash.target.placement import Devices, best_processes
 from dflash.training.checkpoint import State
-from dflash.training.trainer import Trainer
+from dflash.training.step import Trainer
 
 _PROBED = 4  # micro-batches
 
@@ -33,7 +33,7 @@ class StageSeconds:
 
 
 def stage_seconds(
-    plan: Plan,
+    plan: TrainPlan,
     target: Target,
     trainer: Trainer,
     work: Iterable[tuple[Position, np.ndarray]],
@@ -64,7 +64,7 @@ def stage_seconds(
 
 
 def decide(
-    devices: Devices, plan: Plan, target: Target, trainer: Trainer, start: State, ranks: Ranks
+    devices: Devices, plan: TrainPlan, target: Target, trainer: Trainer, start: State, ranks: Ranks
 ) -> tuple[Devices, dict[str, Any]]:
     """Where the targets go after all, and why: from seconds of a few micro-batches, which leave no trace."""
     seconds = None

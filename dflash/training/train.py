@@ -10,30 +10,24 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from dflash.batch import StepReport
 from dflash.distributed import Ranks, joined
 from dflash.errors import StageFailed
-from dflash.host import cpu_threads, free_bytes
-from dflash.pipeline.pipeline import Pipeline, capacity
+from dflash.interrupt import Interrupted, stop_signals
+from dflash.pipeline.pipeline import Pipeline
 from dflash.pipeline.telemetry import bottleneck
-from dflash.pipeline.train_plan import Plan
-from dflash.run_directory import Progress
+from dflash.run_directory import ProgressFile
 from dflash.step_sums import PendingReport
-from dflash.stopping import NO_LIMIT, Interrupted, Until, stop_signals
-from dflash.target.placement import place
 from dflash.training import checkpoint
 from dflash.training.checkpoint import Checkpoint, Writer
 from dflash.training.curves import Curves, of_line
-from dflash.training.kept_features import fill_features, open_features
+from dflash.training.kept_features import fill_features
 from dflash.training.metrics import Window, write_line
 from dflash.training.monitor import Monitor
 from dflash.training.open_run import OpenRun, changed_settings, open_run, refuse_changed
-from dflash.training.stage_seconds import decide
-from dflash.training.starting import first_checkpoint, load_drafter
+from dflash.training.parts import make_parts
 from dflash.training.train_result import result
-from dflash.training.trainer import Trainer
+from dflash.training.until import NO_LIMIT, Until
 
 log = logging.getLogger(__name__)
 
@@ -94,46 +88,24 @@ class _Run:
     ) -> None:
         self.opened, self.resumed, self.until, self.ranks, self.stopping = opened, resumed, until, ranks, stopping
         self.training = opened.config.training
-        self.plan = Plan(opened.store, opened.config, ranks.rank, ranks.size)
-        threads = resumed.state.threads if resumed else cpu_threads()
-        torch.set_num_threads(threads)
-        devices = place(opened.config.target, ranks)
-        devices.enter()
-        log.info("loading the target %s", opened.config.target.model)
-        self.targets = [opened.load_target(devices.targets[0])]
-        if resumed is None and ranks.leads:
-            first_checkpoint(opened, self.targets[0], threads)
-        ranks.wait()
-        start = resumed or checkpoint.first(opened.run.checkpoints)
-        drafter = load_drafter(opened.shape, start).to(devices.drafter)
-        ends = self.targets[0].ends(devices.drafter)
-        self.trainer = Trainer(drafter, *ends, self.training, ranks, self._stop_asked)
-        self.trainer.load_optimizer_tensors(start.optimizer())
-        self.state = start.state
-        devices, facts = decide(devices, self.plan, self.targets[0], self.trainer, start.state, ranks)
-        if ranks.leads:
-            opened.run.record("placement", **facts)
-            log.info("placement: %s", facts)
-        self.targets += [opened.load_target(replica) for replica in devices.targets[1:]]
-        self.window = Window(**start.state.window)
-        self.features = open_features(opened, ranks) if self.training.features == "reuse" else None
-        flush = self.features.flush if self.features is not None else lambda: None
+        parts = make_parts(opened, resumed, ranks, self._stop_asked)
+        self.plan, self.state, self.trainer, self.features = parts.plan, parts.start, parts.trainer, parts.features
+        self.target = parts.targets[0]
+        self.window = Window(**parts.start.window)
+        flush = parts.features.flush if parts.features is not None else lambda: None
         self.writer = Writer(opened.run.checkpoints, self.training.keep, flush)
-        item_bytes = self.plan.buffer_tokens * opened.feature_width * 2
-        ahead = capacity(item_bytes, (free_bytes(devices.drafter) - self.trainer.claim_bytes) // 4)
-        log.info("at most %d micro-batches wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
         self.pipeline = Pipeline(
-            self.plan,
-            self.trainer,
-            self.targets,
-            self.features,
+            parts.plan,
+            parts.trainer,
+            parts.targets,
+            parts.features,
             ranks=ranks,
-            threads=threads,
-            ahead=ahead,
+            threads=parts.threads,
+            ahead=parts.ahead,
             last_resort=last_resort,
         )
         watched = self.training.evaluate_every_steps is not None
-        self.monitor = Monitor(opened, self.targets[0], ends, ranks) if watched else None
+        self.monitor = Monitor(opened, self.target, parts.ends, ranks) if watched else None
         self.pending: deque[PendingReport] = deque()
         self.stop = False
         self.stop_step: int | None = None  # the first step whose processes were asked to stop
@@ -147,11 +119,11 @@ class _Run:
             self.curves = Curves(run.path / "tensorboard", start.steps_total)
             run.record("start", epoch=start.epoch, step=start.step, threads=start.threads, processes=self.ranks.size)
         if self.features is not None:
-            fill_features(self.features, self.plan, self.targets[0], start, run, self.ranks)
+            fill_features(self.features, self.plan, self.target, start, run, self.ranks)
         self.total = sum(self.plan.steps(epoch) for epoch in range(epochs))
         at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
         log.info("training from %s", at)
-        self.progress = Progress(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
+        self.progress = ProgressFile(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
         self.ranks.wait()  # a step's sums do not wait for one that is still loading
         self.lined = self.stepped = self.saved = time.monotonic()
         try:

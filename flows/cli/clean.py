@@ -13,8 +13,9 @@ import shutil
 import time
 from pathlib import Path
 
+from cache.json_file import read_json
 from flows.errors import BadParameter
-from flows.runs.directory import LEDGER, read_json
+from flows.runs.ledger import LEDGER
 from flows.runs.parameters import resolve_home, run_directory
 from flows.show.progress import console
 

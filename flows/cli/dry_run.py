@@ -10,9 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
+from cache.json_file import read_json, write_json
 from flows.errors import BadParameter
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree, read_json, write_json
+from flows.runs.directory import Tree
 from flows.runs.parameters import Parameters, resolve_home
 from flows.show.progress import console, duration, progress_line
 from flows.stage.process import run_stage

@@ -6,7 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from cache.disk.store import TokenCache
-from flows.runs.directory import Tree, read_json, seconds_by_stage, write_json
+from cache.json_file import read_json, write_json
+from flows.runs.directory import Tree
+from flows.runs.ledger import seconds_by_stage
 from flows.runs.parameters import Parameters
 from flows.show.artifacts import reporting
 from flows.show.progress import console

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.runs.directory import measured
+from flows.runs.ledger import measured
 from flows.show.artifacts import reporting
 from flows.show.progress import StageProgress, progress_line
 from flows.stage.process import run_stage

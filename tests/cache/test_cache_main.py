@@ -10,7 +10,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
 from cache.__main__ import main
-from cache.build import Progress
+from cache.build import BuildProgress
 from cache.disk.store import TokenCache
 from cache.progress_bar import describe, progress_bar
 from cache.show import row, size_of
@@ -132,7 +132,7 @@ def test_a_row_that_is_not_there(home: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_progress_shows_rows_speed_and_time_left() -> None:
-    progress = Progress(rows=1500, total_rows=3000, bytes=3 * 10**9, seconds=2.0, share=0.5)
+    progress = BuildProgress(rows=1500, total_rows=3000, bytes=3 * 10**9, seconds=2.0, share=0.5)
     assert describe(progress) == "1,500 of 3,000 rows  750 rows/s  1.50 GB/s"
     out = io.StringIO()
     with progress_bar(Console(file=out, force_terminal=True, width=120)) as report:

@@ -1,13 +1,10 @@
 """A target that talks: a byte tokenizer with turns, and random weights that say a few printable letters and end."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.append(str(Path(__file__).parent.parent / "cache"))  # the toy tokenizer of the cases
 import toy
 
 LETTERS = range(33, 127)

@@ -12,7 +12,7 @@ from dflash.config import TrainingConfig
 from dflash.distributed import ALONE, Ranks
 from dflash.model.drafter import Drafter, DrafterShape
 from dflash.model.head import Head
-from dflash.training.trainer import Trainer
+from dflash.training.step import Trainer
 
 SHAPE = DrafterShape(
     hidden_size=8,

@@ -25,7 +25,7 @@ from dflash.anchors import (
 )
 from dflash.batch import Position
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig
-from dflash.pipeline.train_plan import Plan
+from dflash.pipeline.train_plan import TrainPlan
 
 MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=60)
 SIZES = st.integers(2, 17)
@@ -97,7 +97,7 @@ def test_i4_labels_never_cross_into_the_next_row(tmp_path: Path) -> None:
     config = RunConfig(
         target=target, drafter=DrafterConfig(block_size=3), training=TrainingConfig(anchors=1.0, tokens_per_batch=16)
     )
-    plan = Plan(store, config)
+    plan = TrainPlan(store, config)
     batch = plan.make_batch(Position(0, 0, 0), np.array([0, 1]), Buffers(plan.buffer_tokens))
     labels = torch.where(batch.weights > 0, batch.labels, -100)
     assert batch.anchor.tolist() == [[0, 1, 2], [0, 1, 1]]

@@ -159,7 +159,7 @@ def assert_equal(left: Path, right: Path) -> None:
 
 def slow_steps() -> None:
     """For `before`: a step takes 20 ms longer, so that a test can stop a run in the middle."""
-    from dflash.training.trainer import Trainer
+    from dflash.training.step import Trainer
 
     step = Trainer.step
 

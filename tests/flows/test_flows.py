@@ -15,7 +15,7 @@ from cache.disk.store import TokenCache
 from cache.errors import BadSource
 from dflash.errors import ConfigMismatch
 from flows import prepare as prepare_module
-from flows.cli.presets import check_parameters
+from flows.cli.overrides import check_parameters
 from flows.errors import CannotFit, StageKilled
 from flows.evaluate import evaluate
 from flows.export import export

@@ -9,7 +9,7 @@ import pytest
 
 from dflash.config import AnswersConfig
 from dflash.errors import ConfigMismatch
-from flows.cli.presets import check_parameters
+from flows.cli.overrides import check_parameters
 from flows.regenerate import regenerate
 from flows.stage import process as child
 

@@ -24,7 +24,7 @@ SCRIPT = """
 import json, logging, sys
 from pathlib import Path
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-from flows.cli.presets import check_parameters
+from flows.cli.overrides import check_parameters
 from cache import build as writer
 from flows import prepare as module
 made = []

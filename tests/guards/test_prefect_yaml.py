@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
-from flows.cli.presets import check_parameters, read_deployments
+from flows.cli.overrides import check_parameters
+from flows.cli.presets import read_deployments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRIES: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]

@@ -1,0 +1,88 @@
+"""prefect.yaml, `--set`, and errors that name the field."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.config import RowsConfig
+from dflash.config import TargetConfig, TrainingConfig
+from flows.cli.overrides import check_parameters, with_overrides
+from flows.cli.presets import read_deployments
+from flows.errors import BadParameter
+from flows.runs.parameters import Home, Name
+
+TREE: dict[str, Any] = {
+    "name": "x",
+    "rows": {"source": "a.jsonl"},
+    "target": {"model": "m"},
+    "training": {"epochs": 2},
+}
+
+
+def flow_like(
+    name: Name, rows: RowsConfig, target: TargetConfig, training: TrainingConfig = TrainingConfig(), home: Home = None
+) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("training.epochs=5", ("training", "epochs"), 5),
+        ("rows.groups=[math, facts]", ("rows", "groups"), ["math", "facts"]),
+        ("evaluation.prompts=3", ("evaluation", "prompts"), 3),
+        ("name=a=b", ("name",), "a=b"),
+        ("home=null", ("home",), None),
+        ("target.devices=", ("target", "devices"), None),
+    ],
+)
+def test_set_reads_yaml_and_leaves_the_preset_alone(override: str, path: tuple[str, ...], value: object) -> None:
+    changed: Any = with_overrides(TREE, [override])
+    for key in path:
+        changed = changed[key]
+    assert changed == value
+    assert TREE["training"] == {"epochs": 2}
+
+
+@pytest.mark.parametrize("override", ["training.epochs", "=3", "training..epochs=3", "name=[1", "name.first=x"])
+def test_set_that_says_nothing_is_refused(override: str) -> None:
+    with pytest.raises(BadParameter):
+        with_overrides(TREE, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training.epoch=2"], "training.epoch: there is no such field; did you mean training.epochs?"),
+        (["training.epochs=0"], "training.epochs: Input should be greater than or equal to 1; got 0."),
+        (["training.epochs=many"], "training.epochs: "),
+        (["epochs=2"], "epochs: there is no such field; known here: name, rows, target, training, home."),
+        (["rows.columns.idz=x"], "rows.columns.idz: there is no such field; did you mean rows.columns.ids?"),
+        (["target.devices=3"], "target.devices: "),
+        (["target.devices=[1]"], "target.devices.0: "),
+        (["name=../x"], "name: "),
+        (["rows={}"], "rows.source: this field is needed and has no default; set it in prefect.yaml or with --set"),
+    ],
+)
+def test_error_names_the_field_as_a_path(overrides: list[str], message: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        check_parameters(flow_like, with_overrides(TREE, overrides))
+    assert any(line.startswith(message) for line in str(caught.value).splitlines()), str(caught.value)
+
+
+def test_all_wrong_fields_are_named_at_once() -> None:
+    with pytest.raises(BadParameter) as caught:
+        check_parameters(flow_like, with_overrides(TREE, ["training.epochs=0", "rows.held_out=2"]))
+    assert "training.epochs" in str(caught.value)
+    assert "rows.held_out" in str(caught.value)
+
+
+def test_good_parameters_become_models_and_defaults_stay() -> None:
+    arguments = check_parameters(flow_like, TREE)
+    assert arguments["training"].epochs == 2
+    assert arguments["home"] is None
+
+
+def test_missing_file_says_where(tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match=str(tmp_path)):
+        read_deployments(tmp_path)
