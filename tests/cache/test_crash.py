@@ -299,7 +299,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, monke
     assert leftovers(tmp_path) == []
 
 
-def test_E14_a_later_build_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_a_later_build_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = (TokenCache.open(build(tmp_path / name)) for name in "ab")
     assert first.manifest == second.manifest
 

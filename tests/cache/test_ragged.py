@@ -36,11 +36,11 @@ def runs(row: list[int]) -> int:
         ([2**31 + 5, 1], [0, 2**31 + 5, 2**31 + 6]),
     ],
 )
-def test_D9_offsets_are_64_bits_wide(lengths: list[int], ends: list[int]) -> None:
+def test_offsets_are_64_bits_wide(lengths: list[int], ends: list[int]) -> None:
     assert offsets_of(np.array(lengths)).tolist() == ends
 
 
-def test_E1_byte_positions_do_not_overflow() -> None:
+def test_byte_positions_do_not_overflow() -> None:
     offsets = offsets_of(np.full(3, 2**29))
     assert (offsets * 4).tolist()[:3] == [0, 2147483648, 4294967296]
 
@@ -68,7 +68,7 @@ def test_runs_are_counted_row_by_row(rows: list[list[int]], gap: int) -> None:
 
 
 @given(rows_of_bits, st.integers(0, 2))
-def test_A23_last_run_of_each_row(rows: list[list[int]], gap: int) -> None:
+def test_last_run_of_each_row(rows: list[list[int]], gap: int) -> None:
     expected = []
     for row in rows:
         stop = next((i for i in range(len(row), 0, -1) if row[i - 1]), 0)
@@ -80,7 +80,7 @@ def test_A23_last_run_of_each_row(rows: list[list[int]], gap: int) -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 7))
-def test_E7_windows_cover_every_token_once(lengths: list[int], size: int) -> None:
+def test_windows_cover_every_token_once(lengths: list[int], size: int) -> None:
     row, inside, length = windows(np.array(lengths, dtype=np.int64), size)
     found = list(zip(row.tolist(), inside.tolist(), length.tolist(), strict=True))
     expected = [

@@ -51,7 +51,7 @@ def test_legal_counts_and_labels_equal_loops(mask: list[int], size: int) -> None
 
 
 @given(MASKS, SIZES)
-def test_i2_every_counted_label_is_a_supervised_token_of_its_row(mask: list[int], size: int) -> None:
+def test_every_counted_label_is_a_supervised_token_of_its_row(mask: list[int], size: int) -> None:
     legal = np.flatnonzero(legal_anchors(array(mask)))
     counts = block_counts(array(mask), legal, size)
     positions = (legal[:, None] + np.arange(size))[counts]
@@ -81,7 +81,7 @@ def test_all_legal_anchors_cover_all_supervised_tokens_but_the_first_of_each_ans
     assert covered.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 0, 0]
 
 
-def test_i1_supervised_positions_and_labels_of_one_row() -> None:
+def test_supervised_positions_and_labels_of_one_row() -> None:
     ids, mask = np.array([10, 11, 12, 20, 21, 22, 13], dtype=np.int32), array([0, 0, 0, 1, 1, 1, 0])
     anchors = np.flatnonzero(legal_anchors(mask))
     assert anchors.tolist() == [3, 4]
@@ -89,7 +89,7 @@ def test_i1_supervised_positions_and_labels_of_one_row() -> None:
     assert block_counts(mask, anchors, 3).tolist() == [[False, True, True], [False, True, False]]
 
 
-def test_i4_labels_never_cross_into_the_next_row(tmp_path: Path) -> None:
+def test_labels_never_cross_into_the_next_row(tmp_path: Path) -> None:
     table = pa.table({"input_ids": [[1, 2, 3, 9], [4, 5, 9]], "loss_mask": [[1, 1, 1, 1], [1, 1, 1]]})
     rows = RowsConfig(source="in memory", vocabulary=16, held_out=0.0)
     store = TokenCache.open(build(rows, home=tmp_path, tokenizer=None, vocabulary=16, data=table))
@@ -105,18 +105,18 @@ def test_i4_labels_never_cross_into_the_next_row(tmp_path: Path) -> None:
     assert labels[..., 2].tolist() == [[3, 9, -100], [9, -100, -100]]
 
 
-def test_i7_slot_k_predicts_the_token_at_anchor_plus_k() -> None:
+def test_slot_k_predicts_the_token_at_anchor_plus_k() -> None:
     ids, mask = np.arange(20, dtype=np.int32), np.ones(20, dtype=np.uint8)
     anchor = np.array([5])
     assert block_labels(ids, anchor, 4).tolist() == [[5, 6, 7, 8]]
     assert block_counts(mask, anchor, 4).sum() == 3
 
 
-def test_i8_a_block_of_8_trains_7_slots() -> None:
+def test_a_block_of_8_trains_7_slots() -> None:
     assert np.count_nonzero(slot_weights(8, 4.0)) == 7
 
 
-def test_i9_the_mask_is_read_at_the_token_that_is_predicted() -> None:
+def test_the_mask_is_read_at_the_token_that_is_predicted() -> None:
     mask = np.zeros(50, dtype=np.uint8)
     mask[8:40] = 1
     legal = legal_anchors(mask)
@@ -124,7 +124,7 @@ def test_i9_the_mask_is_read_at_the_token_that_is_predicted() -> None:
     assert block_counts(mask, np.array([37]), 4).astype(int).tolist() == [[0, 1, 1, 0]]
 
 
-def test_i14_each_row_has_its_own_budget() -> None:
+def test_each_row_has_its_own_budget() -> None:
     # n supervised tokens in one answer have n − 1 legal anchors.
     assert [draw([1] * (n + 1), 512).size for n in (187, 4000)] == [187, 512]
 

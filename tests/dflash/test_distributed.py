@@ -101,11 +101,11 @@ def test_the_same_step_on_more_processes(size: int, dtype: torch.dtype, toleranc
     assert (found[0] - expected).abs().max() <= tolerance
 
 
-def test_b4_a_rank_without_supervised_tokens_spreads_no_nan() -> None:
+def test_a_rank_without_supervised_tokens_spreads_no_nan() -> None:
     assert on_ranks(2, stubbed_step, [(0.0, 0), (2.0, 3)]) == [2.0, 2.0]
 
 
-def test_h2_tokens_weigh_alike_whatever_their_rank() -> None:
+def test_tokens_weigh_alike_whatever_their_rank() -> None:
     assert on_ranks(2, stubbed_step, [(4.0, 1), (1.0, 3)]) == [1.75, 1.75]
 
 
@@ -190,7 +190,7 @@ def no_anchors() -> None:
         work.draw_anchors = lambda mask, **_: np.zeros(0, dtype=np.int64)
 
 
-def test_b4_a_rank_without_a_legal_anchor_holds_nobody_up(make_run: Callable[..., Path], tokens: Path) -> None:
+def test_a_rank_without_a_legal_anchor_holds_nobody_up(make_run: Callable[..., Path], tokens: Path) -> None:
     run = make_run("anchorless", **SETTINGS)
     assert [command.wait() for command in start_ranks(run, tokens, 2, no_anchors)] == [0, 0]
     assert all(value.isfinite().all() for value in tiny.weights(run).values())

@@ -75,7 +75,7 @@ def test_evaluate_export_reload(uninterrupted: Path, tokens: Path) -> None:
     assert all((trained[f"drafter.{name}"] == value).all() for name, value in drafter.state_dict().items())
 
 
-def test_g8_evaluation_on_the_way_changes_nothing_and_keeps_the_best(
+def test_evaluation_on_the_way_changes_nothing_and_keeps_the_best(
     make_run: MakeRun, tokens: Path, uninterrupted: Path
 ) -> None:
     run = make_run("watched", epochs=4, evaluate_every_steps=3, keep=1)

@@ -95,7 +95,7 @@ def test_evaluation_of_an_unknown_run_says_which_there_are(home: Path, tree: dic
         run(evaluate, {"name": "other"})
 
 
-def test_n8_record_that_points_to_a_deleted_or_damaged_cache_is_built_again(
+def test_record_that_points_to_a_deleted_or_damaged_cache_is_built_again(
     tree: dict[str, Any], builds: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = {"rows": tree["rows"], "target": tree["target"]}
@@ -116,7 +116,7 @@ def test_n8_record_that_points_to_a_deleted_or_damaged_cache_is_built_again(
     assert len(builds) == 3
 
 
-def test_n6_failure_is_never_recorded_as_the_result(
+def test_failure_is_never_recorded_as_the_result(
     tree: dict[str, Any], builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {"rows": tree["rows"], "target": tree["target"]}

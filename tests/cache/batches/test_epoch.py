@@ -26,7 +26,7 @@ def plan(lengths: np.ndarray, epoch: int = 0, seed: int = 0, tokens: int = 24_57
     st.integers(0, 5),
     st.data(),
 )
-def test_F5_every_row_once_and_no_batch_too_large(
+def test_every_row_once_and_no_batch_too_large(
     lengths: list[int], tokens: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     length = np.array(lengths, dtype=np.int64)
@@ -40,7 +40,7 @@ def test_F5_every_row_once_and_no_batch_too_large(
         assert batch.size > 0
 
 
-def test_F16_epochs_differ_and_runs_do_not() -> None:
+def test_epochs_differ_and_runs_do_not() -> None:
     lengths = lengths_of(10)
     first, again, second, other = plan(lengths), plan(lengths), plan(lengths, epoch=1), plan(lengths, seed=1)
     assert (first.row_ids == again.row_ids).all()
@@ -54,14 +54,14 @@ def test_any_two_of_many_epochs_differ() -> None:
     assert len({plan(lengths, epoch=epoch).row_ids.tobytes() for epoch in range(50)}) == 50
 
 
-def test_F4_F13_a_position_is_a_number_and_nothing_else() -> None:
+def test_a_position_is_a_number_and_nothing_else() -> None:
     lengths = lengths_of(5000)
     unbroken = [plan(lengths).batch(index).tolist() for index in range(plan(lengths).num_batches)]
     resumed = plan(lengths)
     assert [resumed.batch(index).tolist() for index in range(200, resumed.num_batches)] == unbroken[200:]
 
 
-def test_D10_F10_batches_shared_out_among_any_number_of_workers_are_all_of_them() -> None:
+def test_batches_shared_out_among_any_number_of_workers_are_all_of_them() -> None:
     made = plan(lengths_of(200), tokens=8192)
     for workers in (1, 2, 3, 7):
         shares = [range(rank, made.num_batches, workers) for rank in range(workers)]
@@ -91,7 +91,7 @@ def test_a_longer_row_is_its_own_batch() -> None:
     assert sorted(batch.tolist() for batch in (made.batch(0), made.batch(1))) == [[0, 2], [1]] or made.num_batches == 3
 
 
-def test_E12_rows_that_do_not_fill_a_batch_still_share_one() -> None:
+def test_rows_that_do_not_fill_a_batch_still_share_one() -> None:
     made = plan(np.full(4, 4, dtype=np.int64), tokens=9)
     assert [made.batch(index).size for index in range(made.num_batches)] == [2, 2]
 

@@ -38,7 +38,7 @@ def test_a_batch_that_does_not_fit_is_refused(store: TokenCache) -> None:
         gather(store, np.array([0, 2]), Buffers(9))
 
 
-def test_C1_padding_is_known_by_position_not_by_value(make: Any) -> None:
+def test_padding_is_known_by_position_not_by_value(make: Any) -> None:
     store = make(data=table([[5, 6, 0], [1, 2, 3, 4]]))
     got = gather(store, np.array([0, 1]), Buffers(8))
     assert got.ids[0].tolist() == [5, 6, 0, 0]

@@ -39,15 +39,15 @@ def encoded(ids: list[int], text_sizes: list[int]) -> Encoded:
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_a1_a6_a8_mask_of_c0_and_of_every_prefix(tmp_path, template):
+def test_mask_of_c0_and_of_every_prefix(tmp_path, template):
     ((ids, mask),) = rows(tokenised(chat_tokenizer(tmp_path, template), [C0]))
     assert ids == C0_IDS
     assert mask == C0_MASK
     assert [sum(mask[:length]) for length in range(1, 17)] == [0, 0, 0, 0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 4, 5, 6]
-    assert (mask[4], mask[12]) == (0, 0)  # A8: the headers
+    assert (mask[4], mask[12]) == (0, 0)  # the headers
 
 
-def test_a2_span_that_ends_at_the_first_token():
+def test_span_that_ends_at_the_first_token():
     ids = encoded([ord("A"), U, ord("b"), ord("c")], [1, 3, 1, 1])
     one = np.array([0])
     found = supervise(ids, AnswerSpans(one, one, one + 1, np.array([True])), STOPS)
@@ -72,23 +72,23 @@ def test_mask_of_an_unfinished_answer_ends_before_a_stop_inside_its_span():
 
 
 @pytest.mark.parametrize("filter_", ["", " | trim"])
-def test_a2_answer_that_ends_in_a_blank(tmp_path, filter_):
+def test_answer_that_ends_in_a_blank(tmp_path, filter_):
     chat = chat_tokenizer(tmp_path, PLAIN.replace("m.content", f"m.content{filter_}"))
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok "}]
     assert supervised_runs(chat, tokenised(chat, [conversation])) == [["ok[E]" if filter_ else "ok [E]"]]
 
 
-def test_a3_template_without_marks_still_gives_a_mask(tmp_path):
+def test_template_without_marks_still_gives_a_mask(tmp_path):
     made = tokenised(chat_tokenizer(tmp_path, PLAIN), [C0])
     assert int(made.tokens.mask.sum()) == 6
 
 
-def test_a3_template_that_never_ends_a_turn_is_refused(tmp_path):
+def test_template_that_never_ends_a_turn_is_refused(tmp_path):
     with pytest.raises(BadTemplate, match="no end of turn"):
         chat_tokenizer(tmp_path, PLAIN.replace("[E]", "\n"))
 
 
-def test_a7_default_system_text_and_separators_are_in_the_ids(tmp_path):
+def test_default_system_text_and_separators_are_in_the_ids(tmp_path):
     template = (
         "{% if messages[0].role != 'system' %}[S]x[E]\n{% endif %}"
         "{% for m in messages %}{{ '[A]' if m.role == 'assistant' else '[U]' }}{{ m.content }}[E]\n{% endfor %}"
@@ -103,7 +103,7 @@ def test_a7_default_system_text_and_separators_are_in_the_ids(tmp_path):
     assert supervised_runs(chat, made) == [["ok[E]", "no[E]"]]
 
 
-def test_a7_template_over_many_lines_is_read_as_serving_reads_it(tmp_path):
+def test_template_over_many_lines_is_read_as_serving_reads_it(tmp_path):
     template = """{% for m in messages %}
     {% if m.role == 'stop' %}{% break %}{% endif %}
     {% if m.role == 'assistant' %}
@@ -122,20 +122,20 @@ def test_a7_template_over_many_lines_is_read_as_serving_reads_it(tmp_path):
     assert supervised_runs(chat, made) == [["ok[E]", "no[E]"]]
 
 
-def test_a7_ids_other_than_serving_sees_are_refused(tmp_path):
+def test_ids_other_than_serving_sees_are_refused(tmp_path):
     chat = chat_tokenizer(tmp_path)
     chat._template.source = PLAIN.replace("[E]", "[EOS]")  # what serving would render
     with pytest.raises(Exception, match=r"token 3 is \[261.*gives \[257"):
         tokenised(chat, [C0])
 
 
-def test_a10_turn_end_that_is_not_the_end_of_sequence(tmp_path):
+def test_turn_end_that_is_not_the_end_of_sequence(tmp_path):
     ((ids, mask),) = rows(tokenised(chat_tokenizer(tmp_path), [C0]))
     assert [ids[i] for i in (7, 15)] == [E, E]
     assert [mask[i] for i in (7, 15)] == [1, 1]
 
 
-def test_a11_tokens_that_depend_on_what_stands_before(tmp_path):
+def test_tokens_that_depend_on_what_stands_before(tmp_path):
     # The header ends in a newline and the answer begins with one: they merge into a token that is neither's.
     template = PLAIN.replace("'[A]'", "'[A]\n'").replace("%}[A]{%", "%}[A]\n{%")
     chat = chat_tokenizer(tmp_path, template, merges=((b"\n", b"\n"),))
@@ -148,7 +148,7 @@ def test_a11_tokens_that_depend_on_what_stands_before(tmp_path):
 @pytest.mark.parametrize(
     ("change", "of"), [("upper", "m.content | upper"), ("escape", "m.content | escape"), ("reverse", "m.content[::-1]")]
 )
-def test_a13_template_that_changes_text_is_refused_by_name(tmp_path, change, of):
+def test_template_that_changes_text_is_refused_by_name(tmp_path, change, of):
     file = tmp_path / f"{change}.jinja"
     file.write_text(PLAIN.replace("m.content", of))
     with pytest.raises(BadTemplate, match=f"{change}.jinja changes what people say"):
@@ -162,7 +162,7 @@ THINKING = (
 )
 
 
-A14 = [
+REWRITTEN = [
     {"role": "user", "content": "q"},
     {"role": "assistant", "content": "<t>x</t>y"},
     {"role": "user", "content": "r"},
@@ -170,9 +170,9 @@ A14 = [
 ]
 
 
-def test_a14_rewritten_history_gives_a_row_an_answer(tmp_path):
+def test_rewritten_history_gives_a_row_an_answer(tmp_path):
     chat = chat_tokenizer(tmp_path, THINKING)
-    made = tokenised(chat, [A14, C0])
+    made = tokenised(chat, [REWRITTEN, C0])
     first, second, third = rows(made)
     assert first == ([U, *b"q", E, A, *b"<t>x</t>y", E], [0] * 4 + [1] * 10)
     assert second == ([U, *b"q", E, A, *b"y", E, U, *b"r", E, A, *b"<t>z</t>w", E], [0] * 10 + [1] * 10)
@@ -182,14 +182,14 @@ def test_a14_rewritten_history_gives_a_row_an_answer(tmp_path):
     assert chat.noted == {"rewritten by the template, so one row an answer": 1}
 
 
-def test_a14_last_answer_alone_is_one_row(tmp_path):
+def test_last_answer_alone_is_one_row(tmp_path):
     chat = chat_tokenizer(tmp_path, THINKING, supervise="last")
-    assert supervised_runs(chat, tokenised(chat, [A14])) == [["<t>z</t>w[E]"]]
+    assert supervised_runs(chat, tokenised(chat, [REWRITTEN])) == [["<t>z</t>w[E]"]]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 @pytest.mark.parametrize("kind", ["json", "arrow"])
-def test_a23_last_answer_only_on_every_path(tmp_path, template, kind):
+def test_last_answer_only_on_every_path(tmp_path, template, kind):
     chat = chat_tokenizer(tmp_path, template, supervise="last")
     batch = json_batch([C0]) if kind == "json" else pa.table({"messages": [C0]})
     ((ids, mask),) = rows(chat.tokenise(batch, Columns(), Place("x", 0)))
@@ -208,7 +208,7 @@ def test_unfinished_answer_ends_with_its_last_token(tmp_path, template):
 
 def test_unfinished_answer_of_a_rewritten_conversation(tmp_path):
     chat = chat_tokenizer(tmp_path, THINKING)
-    made = tokenised(chat, [A14], finished=[False])
+    made = tokenised(chat, [REWRITTEN], finished=[False])
     assert supervised_runs(chat, made) == [["<t>x</t>y[E]"], ["<t>z</t>w"]]
     assert rows(made)[1][0][-1] == ord("w")
 
@@ -229,14 +229,14 @@ def test_rows_of_text_outside_ascii(tmp_path):
     assert supervised_runs(chat, tokenised(chat, [talk, C0])) == [["日本 ok[E]"], ["ok[E]", "no[E]"]]
 
 
-def test_c3_bos_of_template_and_tokenizer_is_one(tmp_path):
+def test_bos_of_template_and_tokenizer_is_one(tmp_path):
     chat = chat_tokenizer(tmp_path, "{{ bos_token }}" + PLAIN, adds_bos=True)
     ((ids, mask),) = rows(tokenised(chat, [C0]))
     assert ids == [BOS, *C0_IDS]
     assert mask == [0, *C0_MASK]
 
 
-def test_c5_end_of_sequence_only_where_the_template_writes_it(tmp_path):
+def test_end_of_sequence_only_where_the_template_writes_it(tmp_path):
     at_the_end = PLAIN.replace(
         "{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     )
@@ -247,7 +247,7 @@ def test_c5_end_of_sequence_only_where_the_template_writes_it(tmp_path):
         assert mask == C0_MASK + [0] * count
 
 
-def test_c1_padding_that_is_the_end_of_turn_changes_no_mask(tmp_path):
+def test_padding_that_is_the_end_of_turn_changes_no_mask(tmp_path):
     chat = chat_tokenizer(tmp_path, PLAIN.replace("[E]", "[EOS]"), eos="[EOS]")
     chat._tokenizer.pad_token = "[EOS]"
     ((ids, mask),) = rows(tokenised(chat, [C0]))

@@ -42,14 +42,14 @@ def masks(cache: TokenCache) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("length", "supervised"), [*zip(range(5, 17), [0, 1, 2, 3, 3, 3, 3, 3, 3, 4, 5, 6], strict=True)]
 )
-def test_a1_truncation_keeps_a_prefix_of_the_mask(prepare, length, supervised):
+def test_truncation_keeps_a_prefix_of_the_mask(prepare, length, supervised):
     cache = prepare([talk("", "abc"), {"messages": C0}], max_tokens=length)  # the first row always stays
     rows = masks(cache)[1:]
     assert rows == ([C0_MASK[:length]] if supervised >= 2 else [])  # one token alone can teach nothing
     assert sum(map(sum, rows)) == (supervised if supervised >= 2 else 0)
 
 
-def test_a5_mask_survives_every_option(prepare):
+def test_mask_survives_every_option(prepare):
     lines = [{"messages": C0}, talk("hi", "ok")]
     for options in ({}, {"held_out": 0.5}, {"overflow": "split", "max_tokens": 16}, {"overflow": "drop"}):
         cache = prepare(lines, **options)
@@ -57,7 +57,7 @@ def test_a5_mask_survives_every_option(prepare):
         assert cache.manifest.answers == 3
 
 
-def test_b1_prompt_longer_than_the_limit_is_dropped_after_the_cut(prepare):
+def test_prompt_longer_than_the_limit_is_dropped_after_the_cut(prepare):
     long = talk("q" * 17, "an")
     cache = prepare([long, talk("hi", "ok"), long], max_tokens=8)
     assert cache.manifest.rows == 1
@@ -66,25 +66,25 @@ def test_b1_prompt_longer_than_the_limit_is_dropped_after_the_cut(prepare):
         prepare([long, long], max_tokens=8)
 
 
-def test_b6_conversation_too_short_to_learn_from(prepare):
+def test_conversation_too_short_to_learn_from(prepare):
     cache = prepare([talk("q", ""), talk("hi", "ok")])
     assert cache.manifest.rows == 1
     assert cache.manifest.dropped == {"no_answer": 1}
 
 
-def test_b8_long_rows_are_dropped_whole(prepare):
+def test_long_rows_are_dropped_whole(prepare):
     cache = prepare([talk("q" * 10, "answer"), talk("hi", "ok")], max_tokens=8, overflow="drop")
     assert cache.manifest.rows == 1
     assert sum(cache.manifest.dropped.values()) == 1
 
 
-def test_c3_one_bos_and_the_same_number_of_ends(prepare, tmp_path):
+def test_one_bos_and_the_same_number_of_ends(prepare, tmp_path):
     adding = save_tokenizer(tmp_path / "adding", "{{ bos_token }}" + PLAIN, adds_bos=True)
     cache = prepare([{"messages": C0}], tokenizer=adding)
     assert np.asarray(cache.ids).tolist() == [256, *C0_IDS]
 
 
-def test_c4_tokenizers_that_behave_otherwise_have_other_keys(prepare, tmp_path):
+def test_tokenizers_that_behave_otherwise_have_other_keys(prepare, tmp_path):
     plain = save_tokenizer(tmp_path / "plain")
     adding = save_tokenizer(tmp_path / "adding", adds_bos=True)
     caches = [prepare([{"messages": C0}], tokenizer=directory) for directory in (plain, adding)]
@@ -94,22 +94,22 @@ def test_c4_tokenizers_that_behave_otherwise_have_other_keys(prepare, tmp_path):
     assert parts[1] == ["256", *parts[0]]
 
 
-def test_c5_no_end_of_sequence_is_added(prepare):
+def test_no_end_of_sequence_is_added(prepare):
     assert EOS not in np.asarray(prepare([{"messages": C0}]).ids)
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(263, "uint16"), (65536, "uint16"), (65537, "uint32")])
-def test_c6_ids_are_wide_enough_for_the_vocabulary(prepare, vocabulary, dtype):
+def test_ids_are_wide_enough_for_the_vocabulary(prepare, vocabulary, dtype):
     assert prepare([{"messages": C0}], vocabulary=vocabulary).ids.dtype == dtype
 
 
-def test_c8_token_beyond_the_targets_rows_is_named(prepare, tmp_path):
+def test_token_beyond_the_targets_rows_is_named(prepare, tmp_path):
     grown = save_tokenizer(tmp_path / "grown", PLAIN.replace("[E]", "[MASK]"))  # an id that the target lacks
     with pytest.raises(BadRow, match=r"line 1 of .*chat.jsonl.* token id 262 .*vocabulary of 262"):
         prepare([{"messages": C0}], tokenizer=grown, vocabulary=262)
 
 
-def test_d1_half_of_a_surrogate_pair_spares_the_other_rows(prepare):
+def test_half_of_a_surrogate_pair_spares_the_other_rows(prepare):
     lines = [
         r'{"messages": [{"role": "user", "content": "\ud83d x"}, {"role": "assistant", "content": "ok"}]}',
         r'{"messages": [{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant", "content": "ok"}]}',
@@ -122,13 +122,13 @@ def test_d1_half_of_a_surrogate_pair_spares_the_other_rows(prepare):
     assert ids[2] == C0_IDS
 
 
-def test_d2_d3_arguments_and_content_of_other_shapes_in_one_file(prepare):
+def test_arguments_and_content_of_other_shapes_in_one_file(prepare):
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in C0]
     cache = prepare([{"messages": C0}, {"messages": parts}, {"conversations": C0, "extra": 1}])
     assert np.asarray(cache.ids).tolist() == C0_IDS * 3
 
 
-def test_a17_prompt_and_completion_in_lines_and_in_parquet(prepare, tmp_path):
+def test_prompt_and_completion_in_lines_and_in_parquet(prepare, tmp_path):
     pairs = [{"prompt": "hi", "completion": "ok", "id": 1}, {"prompt": C0[:3], "completion": C0[3:]}]
     assert np.asarray(prepare(pairs).ids).tolist() == [*C0_IDS[:8], *C0_IDS]
     with pytest.raises(BadRow, match=r"line 2 of .*: keys prompt, expected prompt and completion"):
@@ -140,13 +140,13 @@ def test_a17_prompt_and_completion_in_lines_and_in_parquet(prepare, tmp_path):
     assert np.asarray(TokenCache.open(built).ids).tolist() == [U, *b'["hi"', E, *C0_IDS[4:8]]
 
 
-def test_d5_blank_lines_are_no_rows(prepare):
+def test_blank_lines_are_no_rows(prepare):
     line = json.dumps({"messages": C0})
     cache = prepare([line, "", "   ", line])
     assert cache.manifest.rows == cache.manifest.source_rows == 2
 
 
-def test_d6_empty_first_conversation(prepare):
+def test_empty_first_conversation(prepare):
     cache = prepare([{"messages": []}, {"messages": C0}])
     assert cache.manifest.dropped == {"empty": 1}
     assert np.asarray(cache.source_row).tolist() == [1]

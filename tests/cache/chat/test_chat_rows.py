@@ -38,7 +38,7 @@ from cache.source.place import Place
         ("a", [], {"no_answer": 1}, {"assistant message that opens a conversation, not supervised": 1}),
     ],
 )
-def test_a16_role_orders(tmp_path, roles, supervised, dropped, noted):
+def test_role_orders(tmp_path, roles, supervised, dropped, noted):
     chat = chat_tokenizer(tmp_path)
     made = tokenised(chat, [said(roles)])
     assert supervised_runs(chat, made) == ([supervised] if supervised else [])
@@ -46,14 +46,14 @@ def test_a16_role_orders(tmp_path, roles, supervised, dropped, noted):
     assert chat.noted == noted
 
 
-def test_a16_what_follows_the_last_answer_is_not_in_the_row(tmp_path):
+def test_what_follows_the_last_answer_is_not_in_the_row(tmp_path):
     chat = chat_tokenizer(tmp_path)
     unanswered = [*C0, {"role": "user", "content": "more"}, {"role": "assistant", "content": " "}]
     made = tokenised(chat, [unanswered], finished=[False])  # what was cut there is not the last answer
     assert rows(made) == [(C0_IDS, C0_MASK)]
 
 
-def test_a16_unknown_role_and_empty_answers_are_counted(tmp_path):
+def test_unknown_role_and_empty_answers_are_counted(tmp_path):
     chat = chat_tokenizer(tmp_path)
     critic = [
         {"role": "user", "content": "q"},
@@ -67,7 +67,7 @@ def test_a16_unknown_role_and_empty_answers_are_counted(tmp_path):
     assert chat.noted == {"empty answer, not supervised": 1, "messages after the last answer, cut": 2}
 
 
-def test_a16_template_that_wants_turns_to_alternate_refuses_a_row_not_the_run(tmp_path):
+def test_template_that_wants_turns_to_alternate_refuses_a_row_not_the_run(tmp_path):
     strict = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     strict += "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + PLAIN
     made = tokenised(chat_tokenizer(tmp_path, strict), [said("uua"), C0])
@@ -87,7 +87,7 @@ NAMES = {"user": "human", "assistant": "gpt"}
         [{"role": m["role"].title(), "content": m["content"]} for m in C0],
     ],
 )
-def test_a17_schema_variants_give_the_same_rows(tmp_path, conversation):
+def test_schema_variants_give_the_same_rows(tmp_path, conversation):
     chat = chat_tokenizer(tmp_path)
     expected = [(C0_IDS, C0_MASK)]
     assert rows(tokenised(chat, [conversation])) == expected
@@ -95,7 +95,7 @@ def test_a17_schema_variants_give_the_same_rows(tmp_path, conversation):
     assert rows(chat.tokenise(arrow, Columns(), Place("chat.arrow", 0))) == expected
 
 
-def test_a17_prompt_and_completion(tmp_path):
+def test_prompt_and_completion(tmp_path):
     chat = chat_tokenizer(tmp_path)
     text = pa.table({"prompt": ["hi"], "completion": ["ok"]})
     messages = pa.table({"prompt": [C0[:3]], "completion": [C0[3:]]})
@@ -123,29 +123,29 @@ def test_a17_prompt_and_completion(tmp_path):
         ("{", "row 18 of chat.jsonl: the conversation is not JSON"),
     ],
 )
-def test_a17_unknown_shapes_name_file_and_row(tmp_path, conversation, message):
+def test_unknown_shapes_name_file_and_row(tmp_path, conversation, message):
     with pytest.raises(BadRow, match=message):
         chat_tokenizer(tmp_path).tokenise(json_batch([C0, conversation]), Columns(), Place("chat.jsonl", 17))
 
 
-def test_a17_lines_are_counted_from_one(tmp_path):
+def test_lines_are_counted_from_one(tmp_path):
     batch = json_batch([C0, [{"speaker": "me"}]])
     with pytest.raises(BadRow, match=r"line 19 of chat\.jsonl"):
         chat_tokenizer(tmp_path).tokenise(batch, Columns(), Place("chat.jsonl", 17, lines=True))
 
 
-def test_a17_no_column_of_conversations_names_what_there_is(tmp_path):
+def test_no_column_of_conversations_names_what_there_is(tmp_path):
     with pytest.raises(BadRow, match=r"has the columns text; expected .*messages"):
         chat_tokenizer(tmp_path).tokenise(pa.table({"text": ["x"]}), Columns(), Place("chat.arrow", 0))
 
 
 @pytest.mark.parametrize("call", [{}, {"id": ""}, {"id": None, "type": None}, {"type": "function"}])
-def test_a18_tool_call_without_id_or_type_is_filled(tmp_path, call):
+def test_tool_call_without_id_or_type_is_filled(tmp_path, call):
     chat = chat_tokenizer(tmp_path, CALLS)
     assert supervised_runs(chat, tokenised(chat, [calling(**call)])) == [['<call_0 function f {"a": 1}>[E]']]
 
 
-def test_a18_ids_are_counted_through_a_conversation(tmp_path):
+def test_ids_are_counted_through_a_conversation(tmp_path):
     chat = chat_tokenizer(tmp_path, CALLS)
     two = [*calling(), {"role": "tool", "content": "r"}, *calling()[1:]]
     runs = supervised_runs(chat, tokenised(chat, [two]))
@@ -153,13 +153,13 @@ def test_a18_ids_are_counted_through_a_conversation(tmp_path):
 
 
 @pytest.mark.parametrize("call", [{"id": 123}, {"type": "code"}, {"function": {"arguments": {}}}, {"function": "f"}])
-def test_a18_tool_call_of_wrong_type_is_an_error(tmp_path, call):
+def test_tool_call_of_wrong_type_is_an_error(tmp_path, call):
     with pytest.raises(BadRow, match=r"row 0 of chat\.jsonl"):
         tokenised(chat_tokenizer(tmp_path, CALLS), [calling(**call)])
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', '{"a":1}'])
-def test_a19_arguments_are_encoded_once(tmp_path, arguments):
+def test_arguments_are_encoded_once(tmp_path, arguments):
     chat = chat_tokenizer(tmp_path, CALLS)
     made = tokenised(chat, [calling(function={"name": "f", "arguments": arguments})])
     assert supervised_runs(chat, made) == [['<call_0 function f {"a": 1}>[E]']]
@@ -167,20 +167,20 @@ def test_a19_arguments_are_encoded_once(tmp_path, arguments):
 
 
 @pytest.mark.parametrize("arguments", ["{a: 1}", "", "[1]", '"x"', [1]])
-def test_a19_arguments_that_are_no_json_object_refuse_the_row(tmp_path, arguments):
+def test_arguments_that_are_no_json_object_refuse_the_row(tmp_path, arguments):
     made = tokenised(chat_tokenizer(tmp_path, CALLS), [calling(function={"name": "f", "arguments": arguments}), C0])
     assert made.dropped == {"tool_arguments_not_json": 1}
     assert made.row.tolist() == [1]
 
 
-def test_a19_function_call_role_of_the_from_value_shape(tmp_path):
+def test_function_call_role_of_the_from_value_shape(tmp_path):
     chat = chat_tokenizer(tmp_path, CALLS)
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
     made = tokenised(chat, [[{"from": "human", "value": "q"}, call, {"from": "observation", "value": "r"}, *C0[1:2]]])
     assert supervised_runs(chat, made) == [['<call_0 function f {"a": 1}>[E]', "ok[E]"]]
 
 
-def test_a21_content_as_parts(tmp_path):
+def test_content_as_parts(tmp_path):
     chat = chat_tokenizer(tmp_path)
     parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, *C0[1:]]
     image = [{"role": "user", "content": [{"type": "image", "url": "x"}, {"type": "text", "text": "q"}]}, *C0[1:]]
@@ -189,7 +189,7 @@ def test_a21_content_as_parts(tmp_path):
     assert made.dropped == {"part_not_text": 1}
 
 
-def test_d1_half_of_a_surrogate_pair(tmp_path):
+def test_half_of_a_surrogate_pair(tmp_path):
     chat = chat_tokenizer(tmp_path)
     half = r'[{"role": "user", "content": "\ud83d x"}, {"role": "assistant", "content": "ok"}]'
     pair = r'[{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant", "content": "ok"}]'
@@ -202,7 +202,7 @@ def test_d1_half_of_a_surrogate_pair(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["json", "arrow"])
-def test_d2_arguments_keep_their_own_keys(tmp_path, kind):
+def test_arguments_keep_their_own_keys(tmp_path, kind):
     conversations = [calling(function={"name": "f", "arguments": given}) for given in ({"a": 1}, {"b": "x"})]
     batch = json_batch(conversations) if kind == "json" else pa.table({"messages": conversations})
     chat = chat_tokenizer(tmp_path, CALLS)
@@ -210,12 +210,12 @@ def test_d2_arguments_keep_their_own_keys(tmp_path, kind):
     assert runs == [['<call_0 function f {"a": 1}>[E]'], ['<call_0 function f {"b": "x"}>[E]']]
 
 
-def test_d3_content_as_text_and_as_parts_in_one_file(tmp_path):
+def test_content_as_text_and_as_parts_in_one_file(tmp_path):
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in C0]
     assert rows(tokenised(chat_tokenizer(tmp_path), [C0, parts])) == [(C0_IDS, C0_MASK)] * 2
 
 
-def test_d6_empty_conversations_are_counted_and_rows_keep_their_numbers(tmp_path):
+def test_empty_conversations_are_counted_and_rows_keep_their_numbers(tmp_path):
     empty = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
     made = tokenised(chat_tokenizer(tmp_path), [[], None, empty, C0])
     assert made.dropped == {"empty": 3}

@@ -105,7 +105,7 @@ FILES = [f"{name}/c/0" for name in ARRAYS]
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("cut", [1, 4, 10**9])
-def test_E15_a_file_cut_short_does_not_open(path: Path, name: str, cut: int) -> None:
+def test_a_file_cut_short_does_not_open(path: Path, name: str, cut: int) -> None:
     file = damaged(path, name, lambda content: content[: max(0, len(content) - cut)])
     with pytest.raises(CacheIncomplete, match=rf"{file}: \d+ bytes, expected \d+: it was cut short"):
         TokenCache.open(path)

@@ -161,9 +161,7 @@ def test_the_template_counts_by_its_text(tmp_path: Path) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_C4_a_tokenizer_counts_by_its_files_and_by_what_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_counts_by_its_files_and_by_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = put(tmp_path / "a.arrow")
     plain, bos = tokenizer_at(tmp_path / "plain"), tokenizer_at(tmp_path / "bos", bos=True)
     keys = [key_of(path, tmp_path, tokenizer) for tokenizer in (None, plain, bos)]

@@ -86,7 +86,7 @@ def test_a_line_without_a_conversation_is_named(make: Any, chat: OneIdACharacter
         make(path)
 
 
-def test_A17_either_name_of_the_column_in_one_file(make: Any, chat: OneIdACharacter, tmp_path: Path) -> None:
+def test_either_name_of_the_column_in_one_file(make: Any, chat: OneIdACharacter, tmp_path: Path) -> None:
     rows = [conversation("q", "yes"), conversation("r", "no")]
     rows[1]["conversations"] = rows[1].pop("messages")
     assert rows_of(make(put(tmp_path / "chat.jsonl", rows))) == [ids("qyes"), ids("rno")]

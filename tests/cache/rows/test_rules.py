@@ -19,7 +19,7 @@ from cache.source.first_text import first_texts, hashes_of_texts
 GOOD = [1, 2, 3]
 
 
-def test_B1_a_prompt_longer_than_the_limit_is_dropped_after_the_cut(make: Any) -> None:
+def test_a_prompt_longer_than_the_limit_is_dropped_after_the_cut(make: Any) -> None:
     rows = [list(range(23)), [5, 6, 7, 8]]
     masks = [[0] * 20 + [1] * 3, [0, 0, 1, 1]]
     cache = make(data=table(rows, masks), max_tokens=8)
@@ -31,7 +31,7 @@ def test_B1_a_prompt_longer_than_the_limit_is_dropped_after_the_cut(make: Any) -
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_B2_rows_without_a_supervised_pair_never_make_a_cache(make: Any, kept: int) -> None:
+def test_rows_without_a_supervised_pair_never_make_a_cache(make: Any, kept: int) -> None:
     masks = [[0, 0, 0], [1, 0, 1], [0, 1, 1]]
     if not kept:
         with pytest.raises(BadSource, match="no row is left of 2"):
@@ -41,34 +41,34 @@ def test_B2_rows_without_a_supervised_pair_never_make_a_cache(make: Any, kept: i
         assert (cache.manifest.rows, cache.manifest.supervised_tokens) == (1, 2)
 
 
-def test_B6_a_row_of_one_token_has_nothing_to_predict(make: Any) -> None:
+def test_a_row_of_one_token_has_nothing_to_predict(make: Any) -> None:
     cache = make(data=table([[7], [7, 8]]))
     assert rows_of(cache) == [[7, 8]]
     assert cache.manifest.dropped == {"too_short": 1}
 
 
-def test_B8_drop_looks_at_the_row_before_any_cut(make: Any) -> None:
+def test_drop_looks_at_the_row_before_any_cut(make: Any) -> None:
     cache = make(data=table([list(range(20)), GOOD]), max_tokens=8, overflow="drop")
     assert rows_of(cache) == [GOOD]
     assert cache.manifest.dropped == {"too_long": 1}
     assert cache.manifest.truncated == 0
 
 
-def test_D6_an_empty_row_in_front(make: Any) -> None:
+def test_an_empty_row_in_front(make: Any) -> None:
     cache = make(data=table([[], [1, 2]]))
     assert cache.offsets.tolist() == [0, 2]
     assert cache.source_row.tolist() == [1]
     assert cache.manifest.dropped == {"empty": 1}
 
 
-def test_A1_A5_the_mask_is_cut_with_the_ids(make: Any) -> None:
+def test_the_mask_is_cut_with_the_ids(make: Any) -> None:
     mask = [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
     for length in range(7, 17):
         cache = make(data=table([list(range(16))], [mask]), max_tokens=length)
         assert masks_of(cache) == [mask[:length]]
 
 
-def test_E11_what_is_cut_off_is_counted(make: Any) -> None:
+def test_what_is_cut_off_is_counted(make: Any) -> None:
     rows = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
     cut = make(data=table(rows), max_tokens=4)
     assert (cut.manifest.tokens, cut.manifest.truncated, cut.manifest.truncated_tokens) == (9, 1, 1)
@@ -85,7 +85,7 @@ def test_split_counts_a_lost_piece_apart_from_a_lost_row(make: Any) -> None:
     assert cache.manifest.dropped_share == 0.5
 
 
-def test_A23_supervise_last_holds_for_rows_that_came_tokenised(make: Any) -> None:
+def test_supervise_last_holds_for_rows_that_came_tokenised(make: Any) -> None:
     mask = [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
     cache = make(data=table([list(range(16))], [mask]), supervise="last")
     assert np.flatnonzero(cache.mask).tolist() == [13, 14, 15]
@@ -93,7 +93,7 @@ def test_A23_supervise_last_holds_for_rows_that_came_tokenised(make: Any) -> Non
     assert np.flatnonzero(cut.mask).tolist() == [13, 14]
 
 
-def test_E5_E8_rows_end_where_the_source_says_and_nowhere_else(make: Any) -> None:
+def test_rows_end_where_the_source_says_and_nowhere_else(make: Any) -> None:
     rows = [[5, 6, 7, 8], [9, 0], [3, 4, 0]]
     cache = make(data=table(rows))
     assert cache.offsets[1:].tolist() == [4, 6, 9]
@@ -123,7 +123,7 @@ def test_too_many_drops_are_refused_also_when_the_cache_is_there(make: Any) -> N
 
 
 @pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), (100, "100"), (2**31 - 1, "2147483647")])
-def test_C8_an_id_outside_the_vocabulary_is_named(make: Any, value: int, shown: str) -> None:
+def test_an_id_outside_the_vocabulary_is_named(make: Any, value: int, shown: str) -> None:
     rows = [[1, 2], None, [3, 4, value]]
     with pytest.raises(BadRow, match=rf"row 2 of .*input_ids: token id {shown} is not in 0\.\.99"):
         make(data=table(rows), vocabulary=100)
@@ -136,7 +136,7 @@ def test_a_negative_id_is_seen_in_every_width(make: Any, kind: pa.DataType) -> N
         make(data=pa.table({"input_ids": ids}), supervise_all=True, vocabulary=70_000)
 
 
-def test_C6_wide_vocabularies_are_stored_wide(make: Any) -> None:
+def test_wide_vocabularies_are_stored_wide(make: Any) -> None:
     ids = [65535, 65536, 70000, 151669]
     wide = make(data=table([ids]), vocabulary=151936)
     assert wide.ids.dtype == np.uint32
@@ -180,13 +180,13 @@ def test_labels_supervise_where_they_are_not_minus_100(make: Any) -> None:
     assert masks_of(make(data=data)) == [[0, 1, 1]]
 
 
-def test_I6_shifted_labels_are_refused(make: Any) -> None:
+def test_shifted_labels_are_refused(make: Any) -> None:
     labels = pa.array([[2, 3, -100]], pa.list_(pa.int64()))
     with pytest.raises(BadRow, match=r"label 2 where column input_ids has 1"):
         make(data=pa.table({"input_ids": pa.array([GOOD]), "labels": labels}))
 
 
-def test_A3_without_a_mask_everything_is_supervised_only_if_the_user_says_so(make: Any) -> None:
+def test_without_a_mask_everything_is_supervised_only_if_the_user_says_so(make: Any) -> None:
     data = pa.table({"input_ids": pa.array([GOOD])})
     with pytest.raises(BadSource, match=r"no loss mask.*rows\.supervise_all=true"):
         make(data=data)

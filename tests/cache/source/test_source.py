@@ -136,7 +136,7 @@ def test_a_composed_mapping_copies_a_chunk_at_a_time(make: Any, monkeypatch: pyt
     assert sum(taken) == 2 * 300  # once for the key, once for the cache
 
 
-def test_D7_a_slice_keeps_its_own_values_only(make: Any) -> None:
+def test_a_slice_keeps_its_own_values_only(make: Any) -> None:
     for kind in (pa.list_(pa.int32()), pa.large_list(pa.int32())):
         ids = pa.array([[11], [21, 22], [31, 32, 33]], kind).slice(1)
         cache = make(data=pa.table({"input_ids": ids}), supervise_all=True)
@@ -147,7 +147,7 @@ def test_D7_a_slice_keeps_its_own_values_only(make: Any) -> None:
     assert make(data=pa.table({"input_ids": fixed}), supervise_all=True).ids.tolist() == [3, 4, 5, 6]
 
 
-def test_D9_a_row_number_past_32_bits_is_found_by_position() -> None:
+def test_a_row_number_past_32_bits_is_found_by_position() -> None:
     from cache.source.chunks import _edges
     from cache.source.list_columns import spans_of_list
     from cache.source.place import Place
@@ -182,7 +182,7 @@ def test_chunks_are_small_whatever_the_batches_are(make: Any, monkeypatch: pytes
     assert len(chunks) < len(lengths)
 
 
-def test_D3_a_value_of_another_type_is_named_with_its_line(make: Any, tmp_path: Path) -> None:
+def test_a_value_of_another_type_is_named_with_its_line(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for odd in ('{"input_ids": "text", "loss_mask": [1]}', '{"input_ids": [1, 2.5], "loss_mask": [1, 1]}'):
         path.write_text(lines(JSON_ROWS[:2]) + odd + "\n" + lines(JSON_ROWS[2:]))
@@ -194,7 +194,7 @@ def test_D3_a_value_of_another_type_is_named_with_its_line(make: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_D5_blank_lines_are_no_rows(make: Any, tmp_path: Path, ending: str) -> None:
+def test_blank_lines_are_no_rows(make: Any, tmp_path: Path, ending: str) -> None:
     good = [json.dumps(row) for row in JSON_ROWS[:2]]
     path = tmp_path / "rows.jsonl"
     for layout in ([good[0], "", "   ", good[1]], ["", good[0], "\t", good[1], "", ""], [good[0], good[1]]):
@@ -223,14 +223,14 @@ def test_an_error_names_the_row_of_its_file_whatever_the_batches_are(make: Any, 
         make(path, data=cut)
 
 
-def test_D1_half_a_surrogate_pair_beside_the_rows_harms_nobody(make: Any, tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_beside_the_rows_harms_nobody(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     odd = json.dumps(JSON_ROWS[1])[:-1] + ', "text": "\\ud83d x"}\n'
     path.write_text(lines(JSON_ROWS[:1]) + odd + lines(JSON_ROWS[2:]))
     assert rows_of(make(path)) == ROWS
 
 
-def test_D1_D2_conversations_keep_their_text(tmp_path: Path) -> None:
+def test_conversations_keep_their_text(tmp_path: Path) -> None:
     from cache.source.columns import Layout
     from cache.source.jsonl import conversation_batch, read_lines
 
@@ -249,7 +249,7 @@ def test_D1_D2_conversations_keep_their_text(tmp_path: Path) -> None:
     assert messages[2:] == calls
 
 
-def test_D3_conversations_may_differ_in_type_from_line_to_line(tmp_path: Path) -> None:
+def test_conversations_may_differ_in_type_from_line_to_line(tmp_path: Path) -> None:
     from cache.source.columns import Layout
     from cache.source.jsonl import conversation_batch, read_lines
 

@@ -72,7 +72,7 @@ def test_prompts_of_text(tmp_path: Path) -> None:
         ("uatau", [["u"]]),
     ],
 )
-def test_a16_role_orders(roles: str, expected: list[list[str]] | None, tmp_path: Path) -> None:
+def test_role_orders(roles: str, expected: list[list[str]] | None, tmp_path: Path) -> None:
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = [{"role": names[letter], "content": f"{i}"} for i, letter in enumerate(roles)]
     (question,) = read(tmp_path, [{"messages": messages}])
@@ -82,7 +82,7 @@ def test_a16_role_orders(roles: str, expected: list[list[str]] | None, tmp_path:
         assert [[turn["role"][0] for turn in stretch] for stretch in question.stretches] == expected
 
 
-def test_d1_half_a_surrogate_pair(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for form in ('{"messages":[{"role":"user","content":"%s"}]}\n', '{"prompt":"%s"}\n'):
         file.write_text(form % "\\ud83d x" + form % "\\ud83d\\ude00")

@@ -53,7 +53,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[RowCache]:
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 7])
-def test_m15_greedy_text_is_the_targets_own_in_float64(block_size: int) -> None:
+def test_greedy_text_is_the_targets_own_in_float64(block_size: int) -> None:
     one = taught(block_size)
     limits = DecodeLimits(25)
     expected = [tuple(greedy(one.target, prompt, 25)[len(prompt) :].tolist()) for prompt in prompts(*SOME)]
@@ -66,7 +66,7 @@ def test_m15_greedy_text_is_the_targets_own_in_float64(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_m15_float32_texts_part_only_at_near_ties(seed: int) -> None:
+def test_float32_texts_part_only_at_near_ties(seed: int) -> None:
     one = toy(seed, dtype=torch.float32)
     limits = DecodeLimits(30, frozenset({STOP}))
     for prompt, helped in zip(prompts(*SOME), together(one, limits, *SOME), strict=True):
@@ -74,7 +74,7 @@ def test_m15_float32_texts_part_only_at_near_ties(seed: int) -> None:
         assert compared.identical or compared.near_tie
 
 
-def test_m15_a_difference_without_a_near_tie_is_none() -> None:
+def test_a_difference_without_a_near_tie_is_none() -> None:
     first = Decoded((5, 6, 7), (1, 1), (0, 0), 1.0, gaps=(0.5, 2e-3, 1e-9))
     other = Decoded((5, 8, 7), (2,), (1,), 1.0)
     assert not Comparison((), "", first, other).near_tie
@@ -107,7 +107,7 @@ def test_stream_gives_runs_as_they_come() -> None:
     assert first == given[0], "the first tokens are there before any draft is made"
 
 
-def test_m9_text_counters_and_cache_end_at_a_stop_token_inside_a_block(caches: list[RowCache]) -> None:
+def test_text_counters_and_cache_end_at_a_stop_token_inside_a_block(caches: list[RowCache]) -> None:
     one = taught()
     learned = (6, 6)  # the prompts whose texts the drafter has learned
     free = alone(one, DecodeLimits(30), *learned, seed=5)
@@ -132,7 +132,7 @@ def test_m9_text_counters_and_cache_end_at_a_stop_token_inside_a_block(caches: l
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 7])
-def test_m11_exactly_as_many_tokens_as_allowed(limit: int, caches: list[RowCache]) -> None:
+def test_exactly_as_many_tokens_as_allowed(limit: int, caches: list[RowCache]) -> None:
     one = taught()
     expected = [tuple(greedy(one.target, prompt, limit)[len(prompt) :].tolist()) for prompt in prompts(*SOME)]
     assert [decoded.ids for decoded in alone(one, DecodeLimits(limit), *SOME)] == expected
@@ -141,7 +141,7 @@ def test_m11_exactly_as_many_tokens_as_allowed(limit: int, caches: list[RowCache
 
 
 @pytest.mark.parametrize("left", [1, 2, 3])
-def test_m11_no_position_past_the_targets_last(left: int) -> None:
+def test_no_position_past_the_targets_last(left: int) -> None:
     one = toy(1, model=llama(max_position_embeddings=10 + left))
     seen: list[int] = []
     rotary = one.target.model.get_decoder().rotary_emb
@@ -161,7 +161,7 @@ def test_an_empty_prompt_is_refused() -> None:
         plain(one.target, torch.zeros(0, dtype=torch.long), DecodeLimits(3), GREEDY, SeededDice(0))
 
 
-def test_m13_rejected_drafts_leave_the_cache() -> None:
+def test_rejected_drafts_leave_the_cache() -> None:
     """Prompt 4, block 4, 1 draft accepted: 4 + 1 + 1 cached positions, and what follows is as without speculation."""
     one = toy()
     (prompt,) = prompts(4)
@@ -181,7 +181,7 @@ def test_m13_rejected_drafts_leave_the_cache() -> None:
     torch.testing.assert_close(after[0, 0], expected, rtol=0, atol=1e-12)
 
 
-def test_m13_rows_that_keep_different_numbers() -> None:
+def test_rows_that_keep_different_numbers() -> None:
     """After any ragged history, the logits of every row are those of its own text alone."""
     one = toy()
     texts = prompts(3, 7, 1)
@@ -207,7 +207,7 @@ def test_m13_rows_that_keep_different_numbers() -> None:
     assert len(texts) == 2
 
 
-def test_m13_a_target_whose_cache_cannot_be_cropped_is_refused() -> None:
+def test_a_target_whose_cache_cannot_be_cropped_is_refused() -> None:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(0)
@@ -238,7 +238,7 @@ def test_window_layers_keep_what_a_row_still_needs(window: int) -> None:
     assert len({decoded.accepted for decoded in together(one, DecodeLimits(25), *SOME)}) > 1
 
 
-def test_m14_the_next_draft_is_one_made_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_draft_is_one_made_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter's context holds the target's features of accepted tokens only, never of its own guesses."""
     one = taught()
     (prompt,) = prompts(6)
@@ -260,7 +260,7 @@ def test_m14_the_next_draft_is_one_made_from_scratch(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
 
 
-def test_m17_a_common_prefix_changes_nothing() -> None:
+def test_a_common_prefix_changes_nothing() -> None:
     one = taught()
     (first,) = prompts(9)
     second = torch.cat([first[:6], torch.tensor([8, 5, 11])])
@@ -272,7 +272,7 @@ def test_m17_a_common_prefix_changes_nothing() -> None:
     assert answers(again) == answers(cold)
 
 
-def test_i7_slot_k_of_a_block_is_the_draft_of_token_anchor_plus_k() -> None:
+def test_slot_k_of_a_block_is_the_draft_of_token_anchor_plus_k() -> None:
     """The three drafts of a block of 4 are the tokens behind its anchor: slot 0 shows the anchor's own."""
     one = taught()
     right = {-1: 0, 0: 0, 1: 0}

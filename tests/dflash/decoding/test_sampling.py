@@ -98,12 +98,12 @@ class Decoding(Run):
         return decoded.ids
 
 
-def test_m1_m2_m3_the_emitted_token_has_the_targets_law() -> None:
+def test_the_emitted_token_has_the_targets_law() -> None:
     law = laws(OneStep())
     assert [law[(token,)] for token in range(3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-12)
 
 
-def test_m2_m5_acceptance_is_the_overlap_of_both_scaled_laws() -> None:
+def test_acceptance_is_the_overlap_of_both_scaled_laws() -> None:
     for temperature, expected, p in (
         (1.0, 0.7, [0.5, 0.3, 0.2]),
         (0.5, 0.447368, [0.657895, 0.236842, 0.105263]),
@@ -123,7 +123,7 @@ def test_m2_m5_acceptance_is_the_overlap_of_both_scaled_laws() -> None:
         assert [law[(token,)] for token in range(3)] == pytest.approx(p, abs=1e-6)
 
 
-def test_m3_ratio_and_draw_use_the_very_same_numbers() -> None:
+def test_ratio_and_draw_use_the_very_same_numbers() -> None:
     dice = SeededDice(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         proposal = WARM.propose(Q.log().to(dtype)[None], dice)
@@ -137,7 +137,7 @@ def test_m3_ratio_and_draw_use_the_very_same_numbers() -> None:
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=2)])
-def test_m1_every_text_of_decoding_has_the_targets_probability(sampling: Sampling) -> None:
+def test_every_text_of_decoding_has_the_targets_probability(sampling: Sampling) -> None:
     """All outcomes of real decoding with a real drafter, stop token and limit included: an exact proof on a toy."""
     torch.manual_seed(0)
     model = llama(vocab_size=3, eos_token_id=2, pad_token_id=None, bos_token_id=None, initializer_range=0.3)
@@ -151,7 +151,7 @@ def test_m1_every_text_of_decoding_has_the_targets_probability(sampling: Samplin
     assert len(expected) >= 4
 
 
-def test_m6_sampled_tokens_pass_a_chi_square_test() -> None:
+def test_sampled_tokens_pass_a_chi_square_test() -> None:
     """2,000 seeds: counts of the emitted token against p. 13.8 is χ² with 2 degrees of freedom at 0.1 %."""
     counts = [0, 0, 0]
     for seed in range(2000):
@@ -163,13 +163,13 @@ def test_m6_sampled_tokens_pass_a_chi_square_test() -> None:
     assert sum((n - 2000 * p) ** 2 / (2000 * p) for n, p in zip(counts, P.tolist(), strict=True)) < 13.8
 
 
-def test_m6_plain_draws_pass_a_chi_square_test() -> None:
+def test_plain_draws_pass_a_chi_square_test() -> None:
     draws = WARM.choose(P.log().expand(2000, 3), SeededDice(0))
     counts = torch.bincount(draws, minlength=3).tolist()
     assert sum((n - 2000 * p) ** 2 / (2000 * p) for n, p in zip(counts, P.tolist(), strict=True)) < 13.8
 
 
-def test_m5_same_seed_same_text_other_seed_other_text() -> None:
+def test_same_seed_same_text_other_seed_other_text() -> None:
     one = toy()
     asked = [torch.tensor([5, 6, 7]), torch.tensor([9, 4])]
 
@@ -182,7 +182,7 @@ def test_m5_same_seed_same_text_other_seed_other_text() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_m8_choose_keeps_the_shape(temperature: float) -> None:
+def test_choose_keeps_the_shape(temperature: float) -> None:
     logits = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0))
     ids = Sampling(temperature).choose(logits, SeededDice(0))
     assert ids.shape == (1, 4)

@@ -94,7 +94,7 @@ def test_two_answers_of_a_row_are_two_walks() -> None:
     assert walk(mask, {1: 0, 2: 1, 6: 2, 7: 1}) == RowWalk(4, (0, 1, 2))
 
 
-def test_m18_both_ways_to_count() -> None:
+def test_both_ways_to_count() -> None:
     """Accepted 2, 0 and 3 drafts: 1.667 accepted drafts a round, 2.667 tokens a round."""
     walks = [RowWalk(8, (2, 0, 3))]
     assert tau(walks).value == pytest.approx(8 / 3)

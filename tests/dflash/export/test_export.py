@@ -74,7 +74,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], No
     monkeypatch.setattr(dflash.export.subprocess, "run", load)
 
 
-def test_k10_both_layouts_are_reloaded_in_a_fresh_process(run: Path, one: Toy) -> None:
+def test_both_layouts_are_reloaded_in_a_fresh_process(run: Path, one: Toy) -> None:
     export(run)
     said = json.loads((run / "export.json").read_text())
     assert said["layout"] == "dflash"
@@ -106,7 +106,7 @@ def test_the_checkpoint_with_the_best_tau_is_exported(run: Path, one: Toy, monke
 
 
 @pytest.mark.parametrize(("token", "why"), [(None, "mask_token_id is not set"), (7, "is the target's end of turn")])
-def test_c10_export_refuses_a_missing_mask_token_and_an_end_of_turn(run: Path, token: int | None, why: str) -> None:
+def test_export_refuses_a_missing_mask_token_and_an_end_of_turn(run: Path, token: int | None, why: str) -> None:
     GenerationConfig(eos_token_id=[STOP, 7]).save_pretrained(run.parent / "target")
     tree = json.loads((run / "config.json").read_text())
     tree["drafter"]["mask_token_id"] = token
@@ -141,7 +141,7 @@ def test_a_fresh_process_that_cannot_load_is_an_error(
         gate(one.drafter, one.ends[1], tmp_path)
 
 
-def test_k10_a_value_beyond_fp16_survives(tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_beyond_fp16_survives(tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
     with torch.no_grad():
         one.drafter.hidden_norm.weight[0] = 99840.0  # exact in bfloat16, infinite in float16
@@ -150,7 +150,7 @@ def test_k10_a_value_beyond_fp16_survives(tmp_path: Path, one: Toy, monkeypatch:
     assert float(load_file(tmp_path / "model.safetensors")["hidden_norm.weight"][0]) == 99840.0
 
 
-def test_l10_a_transposed_weight_is_made_contiguous(tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transposed_weight_is_made_contiguous(tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
     weight = one.drafter.fc.weight
     one.drafter.fc.weight = nn.Parameter(weight.detach().t().contiguous().t())
@@ -160,7 +160,7 @@ def test_l10_a_transposed_weight_is_made_contiguous(tmp_path: Path, one: Toy, mo
     assert torch.equal(load_file(tmp_path / "model.safetensors")["fc.weight"], weight)
 
 
-def test_j11_every_tensor_moves_the_logits(one: Toy) -> None:
+def test_every_tensor_moves_the_logits(one: Toy) -> None:
     head = one.ends[1]
     with torch.no_grad():
         before = head.logits(probe(one.drafter))
@@ -170,7 +170,7 @@ def test_j11_every_tensor_moves_the_logits(one: Toy) -> None:
             parameter -= 1
 
 
-def test_j11_a_tensor_without_a_part_in_the_logits_is_not_exported(one: Toy) -> None:
+def test_a_tensor_without_a_part_in_the_logits_is_not_exported(one: Toy) -> None:
     tensors = {name: value.clone() for name, value in one.drafter.state_dict().items()}
     refuse_silent_losses(config_of(one), tensors)
     for name in tensors:
@@ -206,7 +206,7 @@ def test_speculators_layout_is_refused_where_bare_weights_are_not_the_targets_en
         refuse_other_ends(embedding, Head(head.weight, torch.zeros(24)))
 
 
-def test_k8_a_tied_targets_head_is_its_embedding() -> None:
+def test_a_tied_targets_head_is_its_embedding() -> None:
     one = toy(dtype=torch.float32, model=llama(tie_word_embeddings=True))
     hidden = torch.randn(2, 32)
     expected = hidden @ one.target.model.get_input_embeddings().weight.T

@@ -32,7 +32,7 @@ def paths(config: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[st
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_l7_config_says_everything_and_is_read_back(layout: Layout) -> None:
+def test_config_says_everything_and_is_read_back(layout: Layout) -> None:
     wanted = shape(block_size=8, taps=(0, 2))
     config = layout_config(layout, wanted, FACTS)
     assert read_config(config) == check_config(config) == wanted
@@ -42,7 +42,7 @@ def test_l7_config_says_everything_and_is_read_back(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_l7_removing_any_key_is_noticed(layout: Layout) -> None:
+def test_removing_any_key_is_noticed(layout: Layout) -> None:
     config, tensors = layout_config(layout, shape(), FACTS), toy(dtype=torch.float32).drafter.state_dict()
     for path in paths(config):
         other = copy.deepcopy(config)
@@ -63,7 +63,7 @@ def test_l7_removing_any_key_is_noticed(layout: Layout) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_l7_a_value_that_means_another_drafter_is_refused(layout: Layout, key: str, value: Any) -> None:
+def test_a_value_that_means_another_drafter_is_refused(layout: Layout, key: str, value: Any) -> None:
     config = layout_config(layout, shape(), FACTS)
     layers = config if layout == "dflash" else config["transformer_layer_config"]
     layers[key] = value
@@ -71,7 +71,7 @@ def test_l7_a_value_that_means_another_drafter_is_refused(layout: Layout, key: s
         check_config(config)
 
 
-def test_l7_top_level_and_nested_are_read_alike_and_a_conflict_is_an_error() -> None:
+def test_top_level_and_nested_are_read_alike_and_a_conflict_is_an_error() -> None:
     config = layout_config("dflash", shape(), FACTS)
     older = copy.deepcopy(config)
     del older["dflash_config"]["block_size"]
@@ -85,7 +85,7 @@ def test_l7_top_level_and_nested_are_read_alike_and_a_conflict_is_an_error() -> 
         read_config(config)
 
 
-def test_i8_block_of_8_means_7_drafts_everywhere() -> None:
+def test_block_of_8_means_7_drafts_everywhere() -> None:
     eight = shape(block_size=8)
     speculators = layout_config("speculators", eight, FACTS)
     assert speculators["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
@@ -93,7 +93,7 @@ def test_i8_block_of_8_means_7_drafts_everywhere() -> None:
     assert speculators["sample_from_anchor"] is False
 
 
-def test_j1_tap_i_is_hidden_states_i_plus_1_on_both_sides() -> None:
+def test_tap_i_is_hidden_states_i_plus_1_on_both_sides() -> None:
     """A target of 4 layers: 5 hidden states, entry 0 the embedding. The files say how they count."""
     one = toy(dtype=torch.float32)
     ids = torch.tensor([[4, 9, 6]])
@@ -136,7 +136,7 @@ def test_j1_tap_i_is_hidden_states_i_plus_1_on_both_sides() -> None:
     ],
     ids=lambda rope: rope["rope_type"],
 )  # fmt: skip
-def test_l1_l3_positions_survive_and_a_second_reader_has_the_same(layout: Layout, rope: dict[str, Any]) -> None:
+def test_positions_survive_and_a_second_reader_has_the_same(layout: Layout, rope: dict[str, Any]) -> None:
     wanted = shape(rope_parameters=rope)
     config = layout_config(layout, wanted, FACTS)
     layers = config if layout == "dflash" else config["transformer_layer_config"]
@@ -151,7 +151,7 @@ def test_l1_l3_positions_survive_and_a_second_reader_has_the_same(layout: Layout
     assert all(torch.equal(one, ours.inverse) for one in frequencies)
 
 
-def test_l3_an_unknown_rope_type_is_an_error_and_a_contradiction_too() -> None:
+def test_an_unknown_rope_type_is_an_error_and_a_contradiction_too() -> None:
     config = layout_config("dflash", shape(rope_parameters={"rope_type": "foo", "rope_theta": 1e4}), FACTS)
     with pytest.raises(DflashError, match="foo"):
         read_drafter(config, toy(dtype=torch.float32).drafter.state_dict())
@@ -161,7 +161,7 @@ def test_l3_an_unknown_rope_type_is_an_error_and_a_contradiction_too() -> None:
         read_config(config)
 
 
-def test_k7_a_tied_target_gives_an_untied_drafter_without_a_head() -> None:
+def test_a_tied_target_gives_an_untied_drafter_without_a_head() -> None:
     one = toy(dtype=torch.float32, model=llama(tie_word_embeddings=True))
     assert torch.equal(one.ends[1].weight, one.target.model.get_input_embeddings().weight)
     for layout in LAYOUTS:
@@ -171,7 +171,7 @@ def test_k7_a_tied_target_gives_an_untied_drafter_without_a_head() -> None:
         assert not [name for name in loaded.state_dict() if "lm_head" in name or "embed" in name]
 
 
-def test_j11_missing_extra_or_other_tensors_are_errors() -> None:
+def test_missing_extra_or_other_tensors_are_errors() -> None:
     one = toy(dtype=torch.float32)
     config, tensors = layout_config("dflash", one.drafter.shape, FACTS), one.drafter.state_dict()
     for name in tensors:

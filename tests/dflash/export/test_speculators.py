@@ -69,7 +69,7 @@ save_file(out, f"{directory}/out.safetensors")
     ],
     ids=["default", "llama3"],
 )  # fmt: skip
-def test_k10_l1_its_converter_and_its_loader_give_our_logits(tmp_path: Path, rope: dict[str, Any] | None) -> None:
+def test_its_converter_and_its_loader_give_our_logits(tmp_path: Path, rope: dict[str, Any] | None) -> None:
     from decoding_toys import llama
     from safetensors.torch import save_file
 

@@ -87,7 +87,7 @@ def changed(drafter: Drafter, change: Callable[[Tensor, Tensor], None]) -> Tenso
 
 
 @pytest.mark.parametrize("position", range(S))
-def test_i10_a_block_sees_the_features_before_its_anchor_and_no_others(drafter: Drafter, position: int) -> None:
+def test_a_block_sees_the_features_before_its_anchor_and_no_others(drafter: Drafter, position: int) -> None:
     def change(features: Tensor, embedded: Tensor) -> None:
         features[0, position] += 1.0
 
@@ -96,7 +96,7 @@ def test_i10_a_block_sees_the_features_before_its_anchor_and_no_others(drafter: 
         assert (difference[0, a] != 0) == (position < anchor), f"feature {position}, block at {anchor}"
 
 
-def test_i10_features_at_or_after_the_anchor_do_not_leak_from_overlapping_blocks(drafter: Drafter) -> None:
+def test_features_at_or_after_the_anchor_do_not_leak_from_overlapping_blocks(drafter: Drafter) -> None:
     def change(features: Tensor, embedded: Tensor) -> None:
         features[:, 6:] = 100.0
 
@@ -121,7 +121,7 @@ def test_another_block_does_not_leak(drafter: Drafter) -> None:
 
 
 @pytest.mark.parametrize("slot", range(K))
-def test_i11_every_slot_of_a_block_sees_every_other_in_both_directions(drafter: Drafter, slot: int) -> None:
+def test_every_slot_of_a_block_sees_every_other_in_both_directions(drafter: Drafter, slot: int) -> None:
     features, embedded, anchor = inputs(1)
     before = drafter(features, embedded, anchor)
     embedded[0, 1, slot] += 1.0
@@ -168,7 +168,7 @@ def loss_and_gradient(
 
 @pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
 @pytest.mark.parametrize("split", [[[0], [1], [2], [3]], [[3, 1], [0, 2]], [[2, 0, 3], [1]]])
-def test_h1_h4_a_row_alone_padded_or_in_another_micro_batch_gives_the_same_sums(
+def test_a_row_alone_padded_or_in_another_micro_batch_gives_the_same_sums(
     drafter: Drafter, split: list[list[int]], kind: LossKind
 ) -> None:
     whole, whole_weight, whole_gradient = loss_and_gradient(drafter, [0, 1, 2, 3], 15, kind)
@@ -179,7 +179,7 @@ def test_h1_h4_a_row_alone_padded_or_in_another_micro_batch_gives_the_same_sums(
         torch.testing.assert_close(sum(p[2][index] for p in parts), want, rtol=0, atol=1e-10)
 
 
-def test_j11_every_tensor_matters(drafter: Drafter) -> None:
+def test_every_tensor_matters(drafter: Drafter) -> None:
     features, embedded, anchor = inputs(1)
     before = drafter(features, embedded, anchor)
     for name, parameter in drafter.named_parameters():

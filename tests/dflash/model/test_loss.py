@@ -99,7 +99,7 @@ def test_dpace_worked_out_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["ce", "kl"])  # D-PACE's weights are constants to its gradient, not to a check
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_g8_gradcheck(kind: str, name: str) -> None:
+def test_gradcheck(kind: str, name: str) -> None:
     hidden, labels, weights, states = problem(3)
 
     def total(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_g8_gradcheck(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
-def test_h8_no_gradient_for_the_head_or_the_target(kind: str) -> None:
+def test_no_gradient_for_the_head_or_the_target(kind: str) -> None:
     hidden, labels, weights, states = problem(0)
     head = heads()["bias"]
     assert head.bias is not None
@@ -161,7 +161,7 @@ def test_correct_by_slot_counts_where_the_label_is_the_first_of_the_largest() ->
         assert torch.equal(loss.counted_by_slot, (weights > 0).float().flatten(0, 1).sum(0))
 
 
-def test_h1_sums_of_micro_batches_are_the_sums_of_the_whole() -> None:
+def test_sums_of_micro_batches_are_the_sums_of_the_whole() -> None:
     hidden, labels, weights, _ = problem(4)
     whole = block_loss(hidden, heads()["all"], labels, weights)
     parts = [block_loss(hidden[b : b + 1], heads()["all"], labels[b : b + 1], weights[b : b + 1]) for b in range(B)]

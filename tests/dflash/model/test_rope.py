@@ -43,24 +43,24 @@ def llama3(factor: float, low: float, high: float, original: float) -> list[floa
     return out
 
 
-def test_l3_default_and_linear_have_their_own_formula() -> None:
+def test_default_and_linear_have_their_own_formula() -> None:
     torch.testing.assert_close(rope("default").inverse.tolist(), BASE)
     torch.testing.assert_close(rope("linear", factor=4.0).inverse.tolist(), [f / 4 for f in BASE])
 
 
-def test_l3_yarn_has_its_own_formula_and_scales_the_attention() -> None:
+def test_yarn_has_its_own_formula_and_scales_the_attention() -> None:
     made = rope("yarn", factor=4.0, original_max_position_embeddings=16)
     torch.testing.assert_close(made.inverse.tolist(), yarn(4.0, 16))
     assert made.scaling == pytest.approx(0.1 * math.log(4.0) + 1)
 
 
-def test_l1_llama3_scaling_is_kept() -> None:
+def test_llama3_scaling_is_kept() -> None:
     parameters = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     made = rope("llama3", original_max_position_embeddings=32, **parameters)
     torch.testing.assert_close(made.inverse.tolist(), llama3(8.0, 1.0, 4.0, 32))
 
 
-def test_l3_an_unknown_type_is_refused_by_name() -> None:
+def test_an_unknown_type_is_refused_by_name() -> None:
     with pytest.raises(TargetMismatch, match="'foo', expected one of default"):
         rope("foo")
 

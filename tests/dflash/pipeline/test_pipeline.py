@@ -81,20 +81,20 @@ def rows_in_order(plan: TrainPlan, epoch: int, step: int, end: int) -> list[int]
     return [int(row) for _, rows in plan.micro_batches(epoch, step, end) for row in rows]
 
 
-def test_f1_f13_a_resume_goes_on_with_the_next_batch(tokens: Path) -> None:
+def test_a_resume_goes_on_with_the_next_batch(tokens: Path) -> None:
     plan = new_plan(tokens)
     whole = indices(plan, 0, 0, 1)
     assert indices(plan, 0, 5, 1) == whole[5:] == [(0, index) for index in range(5, len(whole))]
 
 
-def test_f3_f14_positions_are_epoch_and_step(tokens: Path) -> None:
+def test_positions_are_epoch_and_step(tokens: Path) -> None:
     plan = new_plan(tokens, batches_per_step=2)
     last = plan.steps(0)
     assert [(s.epoch, s.step) for s in islice(plan.work(0, last - 1, 2), 2)] == [(0, last - 1), (1, 0)]
     assert next(iter(plan.work(1, 5, 2))).step == 5
 
 
-def test_f4_f5_every_row_once_and_the_rest_after_a_resume(tokens: Path) -> None:
+def test_every_row_once_and_the_rest_after_a_resume(tokens: Path) -> None:
     plan = new_plan(tokens)
     whole = rows_in_order(plan, 0, 0, 1)
     assert sorted(whole) == TokenCache.open(tokens).rows(0).tolist()
@@ -102,14 +102,14 @@ def test_f4_f5_every_row_once_and_the_rest_after_a_resume(tokens: Path) -> None:
     assert rest == whole[-len(rest) :]
 
 
-def test_f7_later_epochs_are_whole(tokens: Path) -> None:
+def test_later_epochs_are_whole(tokens: Path) -> None:
     plan = new_plan(tokens)
     steps = [plan.steps(epoch) for epoch in range(3)]
     by_epoch = [[s.epoch for s in plan.work(0, steps[0] - 3, 3)].count(epoch) for epoch in range(3)]
     assert by_epoch == [3, *steps[1:]]
 
 
-def test_f9_f10_f11_ranks_share_a_step_without_overlap(tokens: Path) -> None:
+def test_ranks_share_a_step_without_overlap(tokens: Path) -> None:
     whole = list(new_plan(tokens, batches_per_step=4).work(0, 3, 2))
     for ranks in (2, 3, 8):  # any number goes on from where another was
         parts = [list(new_plan(tokens, rank, ranks, batches_per_step=4).work(0, 3, 2)) for rank in range(ranks)]
@@ -120,7 +120,7 @@ def test_f9_f10_f11_ranks_share_a_step_without_overlap(tokens: Path) -> None:
             }
 
 
-def test_f16_orders_differ_between_epochs_and_not_between_runs(tokens: Path) -> None:
+def test_orders_differ_between_epochs_and_not_between_runs(tokens: Path) -> None:
     one, other = new_plan(tokens), new_plan(tokens)
     assert rows_in_order(one, 0, 0, 1) != rows_in_order(one, 1, 0, 2)
     assert rows_in_order(one, 0, 0, 2) == rows_in_order(other, 0, 0, 2)

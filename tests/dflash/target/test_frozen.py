@@ -78,7 +78,7 @@ def run(made: Any, ids: Tensor = IDS) -> Any:
 
 
 @ALL
-def test_j1_tap_i_is_hidden_states_i_plus_1_and_entry_0_the_embedding(name: str) -> None:
+def test_tap_i_is_hidden_states_i_plus_1_and_entry_0_the_embedding(name: str) -> None:
     made = model(name)
     out = run(made)
     features = Target(made, TAPS).features(IDS)
@@ -128,7 +128,7 @@ def test_right_padding_changes_no_real_position(name: str) -> None:
     torch.testing.assert_close(target.features(padded)[:, :7], alone, rtol=2**-7, atol=1e-6)
 
 
-def test_j5_with_and_without_the_final_state() -> None:
+def test_with_and_without_the_final_state() -> None:
     made = hf.LlamaForCausalLM(hf.LlamaConfig(**BASE | {"num_hidden_layers": 3})).eval()
     assert Target(made, (0, 1)).features(IDS).shape[-1] == 2 * 32
     assert Target(made, (0, 1), final=True).features(IDS).shape[-1] == 3 * 32
@@ -136,7 +136,7 @@ def test_j5_with_and_without_the_final_state() -> None:
 
 
 @pytest.mark.parametrize("taps", [[-1], [4], [5], [], [2, 1], [1, 1]])
-def test_j3_only_ascending_layers_within_0_to_n_minus_2_are_taps(taps: list[int]) -> None:
+def test_only_ascending_layers_within_0_to_n_minus_2_are_taps(taps: list[int]) -> None:
     with pytest.raises(ConfigMismatch, match=r"within 0\.\.3"):
         resolve_taps(taps, 5)
 
@@ -163,7 +163,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_k8_a_tied_head_equals_the_embedding(saved: Path) -> None:
+def test_a_tied_head_equals_the_embedding(saved: Path) -> None:
     assert "lm_head.weight" not in load_file(saved / "model.safetensors")
     target = Target.load(TargetConfig(model=str(saved), dtype="float32"), TAPS, "cpu")
     embedding, head = target.ends(torch.device("cpu"))
@@ -171,7 +171,7 @@ def test_k8_a_tied_head_equals_the_embedding(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.4.mlp.up_proj.weight"])
-def test_k8_a_missing_weight_is_an_error(saved: Path, key: str) -> None:
+def test_a_missing_weight_is_an_error(saved: Path, key: str) -> None:
     tensors = load_file(saved / "model.safetensors")
     del tensors[key]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
@@ -185,25 +185,25 @@ def shape(saved: Path, mask_token_id: int | None) -> int:
     return drafter_shape(drafter, text_config(config), stop_tokens(config)).mask_token_id
 
 
-def test_c10_a_missing_mask_token_is_refused(saved: Path) -> None:
+def test_a_missing_mask_token_is_refused(saved: Path) -> None:
     with pytest.raises(ConfigMismatch, match="mask_token_id is not set"):
         shape(saved, None)
 
 
 @pytest.mark.parametrize(("token", "meaning"), [(1, "bos_token_id"), (2, "eos_token_id"), (7, "end of turn")])
-def test_c10_the_mask_token_is_not_bos_eos_or_end_of_turn(saved: Path, token: int, meaning: str) -> None:
+def test_the_mask_token_is_not_bos_eos_or_end_of_turn(saved: Path, token: int, meaning: str) -> None:
     hf.GenerationConfig(eos_token_id=[2, 7]).save_pretrained(saved)
     with pytest.raises(ConfigMismatch, match=meaning):
         shape(saved, token)
 
 
 @pytest.mark.parametrize("token", [-1, 64, 999])
-def test_c11_the_mask_token_has_a_row_in_the_embedding(saved: Path, token: int) -> None:
+def test_the_mask_token_has_a_row_in_the_embedding(saved: Path, token: int) -> None:
     with pytest.raises(ConfigMismatch, match=r"has no row in the target's embedding of 64 rows"):
         shape(saved, token)
 
 
-def test_c11_an_existing_unused_row_is_taken_as_it_is(saved: Path) -> None:
+def test_an_existing_unused_row_is_taken_as_it_is(saved: Path) -> None:
     assert shape(saved, 63) == 63
 
 

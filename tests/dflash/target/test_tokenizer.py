@@ -45,21 +45,21 @@ def target(directory: Path) -> TargetConfig:
     return TargetConfig(model=str(directory))
 
 
-def test_K11_a_probe_that_reads_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_probe_that_reads_otherwise_is_refused(tmp_path: Path) -> None:
     right, other = tokenizer_at(tmp_path / "right", WORDS), tokenizer_at(tmp_path / "other", swapped(2, 3))
     check_tokenizer(manifest(right), target(right))
     with pytest.raises(TargetMismatch, match=r"not the target's.*\[2, 3, .*at token 1.*other gives \[3, 2, "):
         check_tokenizer(manifest(right), target(other))
 
 
-def test_K11_ids_10_and_11_swapped_behind_an_equal_probe_are_refused(tmp_path: Path) -> None:
+def test_ids_10_and_11_swapped_behind_an_equal_probe_are_refused(tmp_path: Path) -> None:
     right, other = tokenizer_at(tmp_path / "right", WORDS), tokenizer_at(tmp_path / "other", swapped(10, 11))
     assert probe_ids(right) == probe_ids(other)
     with pytest.raises(TargetMismatch, match=r"not the target's: the texts of all its ids hash to .*other"):
         check_tokenizer(manifest(right), target(other))
 
 
-def test_K11_an_added_token_counts(tmp_path: Path) -> None:
+def test_an_added_token_counts(tmp_path: Path) -> None:
     right, other = tokenizer_at(tmp_path / "right", WORDS), tokenizer_at(tmp_path / "other", WORDS)
     backend = Tokenizer.from_file(str(other / "tokenizer.json"))
     backend.add_tokens(["one more"])
@@ -75,7 +75,7 @@ def test_rows_that_say_nothing_of_their_tokenizer_are_taken(tmp_path: Path) -> N
     check_tokenizer(no_files, target(other))  # type: ignore[arg-type]
 
 
-def test_K11_a_run_on_rows_of_another_tokenizer_does_not_open(tmp_path: Path) -> None:
+def test_a_run_on_rows_of_another_tokenizer_does_not_open(tmp_path: Path) -> None:
     model = tiny.make_target(tmp_path / "target")
     tokenizer_at(model, WORDS)
     table = pa.table({"input_ids": [[2, 3, 4, 5, 6, 7]], "loss_mask": [[0, 0, 1, 1, 1, 1]]})

@@ -39,7 +39,7 @@ def save(directory: Path, epoch: int, step: int) -> Path:
 
 
 @pytest.mark.parametrize("size", [0, 4, 20, -1])
-def test_n1_a_cut_model_file_is_skipped_with_a_warning(
+def test_a_cut_model_file_is_skipped_with_a_warning(
     size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 0, 9)
@@ -58,7 +58,7 @@ def test_n1_a_cut_model_file_is_skipped_with_a_warning(
     assert f"has {len(content[:size])} bytes, expected {len(content)}" in caplog.text
 
 
-def test_n1_a_half_optimizer_or_changed_byte_is_skipped(tmp_path: Path) -> None:
+def test_a_half_optimizer_or_changed_byte_is_skipped(tmp_path: Path) -> None:
     paths = [save(tmp_path, 0, step) for step in (8, 9, 10)]
     half = paths[2] / "optimizer.safetensors"
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
@@ -70,7 +70,7 @@ def test_n1_a_half_optimizer_or_changed_byte_is_skipped(tmp_path: Path) -> None:
     assert found.path == paths[0]
 
 
-def test_n1_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
+def test_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
     for epoch, step in ((0, 999_999), (2, 0), (10, 999_999), (10, 1_000_000), (9, 7)):
         save(tmp_path, epoch, step)
     found = checkpoint.newest(tmp_path)
@@ -78,7 +78,7 @@ def test_n1_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
     assert (found.state.epoch, found.state.step) == (10, 1_000_000)
 
 
-def test_n3_only_damaged_ones_are_an_error_and_stay(tmp_path: Path) -> None:
+def test_only_damaged_ones_are_an_error_and_stay(tmp_path: Path) -> None:
     path = save(tmp_path, 0, 1)
     (path / "state.json").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"none of the 1 checkpoints .* verifies"):
@@ -87,7 +87,7 @@ def test_n3_only_damaged_ones_are_an_error_and_stay(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "absent") is None
 
 
-def test_n4_a_run_saves_the_drafter_alone(make_run: Callable[..., Path], tokens: Path) -> None:
+def test_a_run_saves_the_drafter_alone(make_run: Callable[..., Path], tokens: Path) -> None:
     run = make_run("keys", epochs=1, epochs_per_run=1)
     tiny.run(["train", run, "--tokens", tokens], run / "log")
     saved = {name: value for name, value in tiny.weights(run).items() if name.startswith("drafter.")}
@@ -224,7 +224,7 @@ def test_a_half_filled_store_goes_on(tmp_path: Path) -> None:
     assert not again.has(row - 1)
 
 
-def test_j8_features_of_other_taps_are_not_used(make_run: Callable[..., Path], tokens: Path, tmp_path: Path) -> None:
+def test_features_of_other_taps_are_not_used(make_run: Callable[..., Path], tokens: Path, tmp_path: Path) -> None:
     """The taps are stored beside the features; a run whose taps have changed is refused before it looks at them."""
     offsets, rows = np.array([0, 3, 5]), np.array([0, 1])
     store = open_store(tmp_path / "features", offsets, [1, 9, 17])
@@ -267,7 +267,7 @@ def change(run: Path, **training: Any) -> None:
     (run / "config.json").write_text(json.dumps(config))
 
 
-def test_g5_changed_settings_are_refused_by_name_or_recorded(make_run: Callable[..., Path], tokens: Path) -> None:
+def test_changed_settings_are_refused_by_name_or_recorded(make_run: Callable[..., Path], tokens: Path) -> None:
     run = make_run("changed", epochs=3)
     command = ["train", run, "--tokens", tokens]
     tiny.run([*command, "--until-epoch", "1"], run / "log")
@@ -300,7 +300,7 @@ def nothing_counts() -> None:
     work.block_counts = lambda mask, anchor, size: np.zeros((anchor.size, size), dtype=bool)
 
 
-def test_b2_a_run_without_supervised_tokens_is_no_success(make_run: Callable[..., Path], tokens: Path) -> None:
+def test_a_run_without_supervised_tokens_is_no_success(make_run: Callable[..., Path], tokens: Path) -> None:
     run = make_run("nothing", epochs=1)
     tiny.run(["train", run, "--tokens", tokens], run / "log", expected=1, before=nothing_counts)
     assert "0 supervised slots" in (run / "log").read_text()

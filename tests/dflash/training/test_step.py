@@ -21,7 +21,7 @@ def summed(loss: float, slots: int, trainer: Any) -> BlockLoss:
     return BlockLoss(total, torch.tensor(float(slots)), by_slot * 0, by_slot)
 
 
-def test_h1_h4_tokens_weigh_alike_whatever_their_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_weigh_alike_whatever_their_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = new_trainer()
     for loss, slots in ((4.0, 1), (1.0, 3)):
         monkeypatch.setattr(dflash.trainer, "forward_loss", lambda *_, mean=loss, n=slots: summed(mean, n, trainer))
@@ -31,7 +31,7 @@ def test_h1_h4_tokens_weigh_alike_whatever_their_micro_batch(monkeypatch: pytest
     assert sum(report.counted_by_slot) == 4
 
 
-def test_h1_gradients_equal_those_of_the_undivided_batch() -> None:
+def test_gradients_equal_those_of_the_undivided_batch() -> None:
     first, second = rows(1, seed=1, supervised=0.2), rows(3, seed=2)
     divided, whole = new_trainer(dtype=torch.float32), new_trainer(dtype=torch.float32)
     divided.accumulate(first)
@@ -53,7 +53,7 @@ def test_the_optimizer_sees_the_gradient_of_the_mean() -> None:
     torch.testing.assert_close(seen[0], summed_gradient / weight, rtol=1e-12, atol=0)
 
 
-def test_b2_a_step_without_supervised_tokens_is_skipped_and_says_so() -> None:
+def test_a_step_without_supervised_tokens_is_skipped_and_says_so() -> None:
     trainer = new_trainer()
     before = weights_of(trainer)
     trainer.accumulate(rows(2, supervised=0.0))
@@ -64,7 +64,7 @@ def test_b2_a_step_without_supervised_tokens_is_skipped_and_says_so() -> None:
     assert torch.equal(weights_of(trainer), before)
 
 
-def test_b3_a_masked_row_leaves_no_trace() -> None:
+def test_a_masked_row_leaves_no_trace() -> None:
     """Also not AdamW's decay: sum/max(count, 1) gives gradient 0, and 1.0 would shrink to 0.99."""
     with_masked, without = (new_trainer(lr=0.1, weight_decay=0.1) for _ in range(2))
     for seed, trainers in ((1, (with_masked, without)), (None, (with_masked,)), (2, (with_masked, without))):
@@ -93,7 +93,7 @@ def test_not_finite_steps_change_nothing(bad: float) -> None:
     assert not trainer.step(at(2)).report().skipped, "the poisoned step leaves nothing in the sums"
 
 
-def test_g1_the_schedule_counts_optimizer_steps() -> None:
+def test_the_schedule_counts_optimizer_steps() -> None:
     """100 micro-batches, G = 4: 25 steps. Linear to 0 there; here half a cosine, so its own value after 10 steps."""
     trainer = new_trainer(lr=1.0, min_lr=0.0)
     rates = []
@@ -105,13 +105,13 @@ def test_g1_the_schedule_counts_optimizer_steps() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_g2_past_the_plan_the_rate_stays_at_its_floor() -> None:
+def test_past_the_plan_the_rate_stays_at_its_floor() -> None:
     rates = [learning_rate(progress(0, step, 8, 1), peak=1.0, floor=0.1, warmup=0.0) for step in range(10)]
     assert rates[8:] == [0.1, 0.1]
     assert min(rates) == 0.1
 
 
-def test_g4_the_rate_depends_on_the_position_alone() -> None:
+def test_the_rate_depends_on_the_position_alone() -> None:
     def rate(epoch: int, step: int) -> float:
         return learning_rate(progress(epoch, step, 5, 2), peak=1.0, floor=0.0, warmup=0.2)
 
@@ -120,7 +120,7 @@ def test_g4_the_rate_depends_on_the_position_alone() -> None:
     assert whole.index(max(whole)) == 2
 
 
-def test_g8_the_drafter_stays_in_training_mode() -> None:
+def test_the_drafter_stays_in_training_mode() -> None:
     trainer = new_trainer()
     trainer.accumulate(rows(1))
     trainer.step(at())
@@ -160,7 +160,7 @@ def test_the_loss_never_waits_for_its_device(kind: LossKind, monkeypatch: pytest
             block_loss(hidden, head, labels, weights, kind, states)
 
 
-def test_g9_g10_small_updates_add_up_in_float32() -> None:
+def test_small_updates_add_up_in_float32() -> None:
     """A norm weight of 1.0 in bf16 would not move by 6e-4; weights, moments and what is saved are float32."""
     trainer = new_trainer(dtype=torch.float32, lr=6e-4, min_lr=6e-4)
     weight = trainer.parameters["hidden_norm.weight"]
