@@ -53,7 +53,7 @@ def main() -> None:
     difference = float((ours() - plain()).abs().max() / plain().abs().max())
     runs = {"ours": ours, "plain": plain}
     time, memory = seconds(runs, arguments.rounds), {name: peak_bytes(run) for name, run in runs.items()}
-    rows, columns = dflash.loss._TILE["cpu"]
+    rows, columns = dflash.model.loss._TILE["cpu"]
     chunk = 4 * (min(slots, rows) * columns + slots * H)
     print(f"{slots} slots, V {V}, {arguments.threads} threads; gradient's largest difference {difference:.1e}")
     for name in runs:

@@ -100,7 +100,7 @@ def dense_attention(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, m
 
 
 def plain_loss(drafter: Drafter, problem: Problem) -> tuple[Tensor, Tensor]:
-    parts: Any = dflash.drafter
+    parts: Any = dflash.model.drafter
     parts.attention_plan = lambda anchor, context, slots: torch.stack([visible(a, context, slots) for a in anchor])[
         :, None
     ]

@@ -85,7 +85,7 @@ def stubbed_step(ranks: Any, losses: list[tuple[float, int]]) -> float:
         total = trainer.drafter.fc.weight.sum() * 0 + loss * slots
         return BlockLoss(total, torch.tensor(float(slots)), torch.zeros(4), torch.zeros(4))
 
-    dflash.trainer.forward_loss = forward
+    dflash.training.step.forward_loss = forward
     trainer.accumulate(rows(1))
     return trainer.step(at()).report().loss
 

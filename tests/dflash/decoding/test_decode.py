@@ -48,7 +48,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[RowCache]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(dflash.decode, "RowCache", Kept)
+    monkeypatch.setattr(dflash.decoding.decode, "RowCache", Kept)
     return made
 
 
@@ -249,7 +249,7 @@ def test_the_next_draft_is_one_made_from_scratch(monkeypatch: pytest.MonkeyPatch
         made.append((anchors[0], logits[0]))
         return logits
 
-    monkeypatch.setattr(dflash.decode, "draft_logits", recorded)
+    monkeypatch.setattr(dflash.decoding.decode, "draft_logits", recorded)
     (decoded,) = alone(one, DecodeLimits(30), 6)
     assert any(0 < count < 3 for count in decoded.accepted)
     text = torch.cat([prompt, torch.tensor(decoded.ids)])

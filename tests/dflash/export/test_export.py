@@ -71,7 +71,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], No
             save_file({"hidden": probe(load_exported(Path(command[-2])))}, command[-1])
         return Done()
 
-    monkeypatch.setattr(dflash.export.subprocess, "run", load)
+    monkeypatch.setattr(dflash.export.export.subprocess, "run", load)
 
 
 def test_both_layouts_are_reloaded_in_a_fresh_process(run: Path, one: Toy) -> None:
@@ -136,7 +136,7 @@ def test_a_fresh_process_that_cannot_load_is_an_error(
 ) -> None:
     write_layout(tmp_path, one.drafter, config_of(one))
     failed = SimpleNamespace(returncode=2, stderr="no such layer")
-    monkeypatch.setattr(dflash.export.subprocess, "run", lambda command, **_: failed)
+    monkeypatch.setattr(dflash.export.export.subprocess, "run", lambda command, **_: failed)
     with pytest.raises(CheckpointCorrupt, match=r"fresh process could not load .*no such layer"):
         gate(one.drafter, one.ends[1], tmp_path)
 
@@ -183,11 +183,11 @@ def test_a_tensor_without_a_part_in_the_logits_is_not_exported(one: Toy) -> None
 def test_the_gate_notices_a_reader_that_forgives(one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """If reading stopped checking keys or tensors, nothing could be exported any more."""
     tensors = dict(one.drafter.state_dict())
-    monkeypatch.setattr(dflash.export, "check_config", lambda config: one.drafter.shape)
+    monkeypatch.setattr(dflash.export.export, "check_config", lambda config: one.drafter.shape)
     with pytest.raises(CheckpointCorrupt, match=r"would load without \['architectures'"):
         refuse_silent_losses(config_of(one), tensors)
     monkeypatch.undo()
-    monkeypatch.setattr(dflash.export, "check_tensors", lambda shape, tensors: None)
+    monkeypatch.setattr(dflash.export.export, "check_tensors", lambda shape, tensors: None)
     with pytest.raises(CheckpointCorrupt, match=r"would load without \['fc.weight'"):
         refuse_silent_losses(config_of(one), tensors)
 

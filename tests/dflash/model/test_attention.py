@@ -50,7 +50,7 @@ def ours(tensors: list[Tensor], anchor: Tensor) -> Tensor:
 def test_equals_loops_forward_and_backward(problem: tuple[list[Tensor], Tensor], group_slots: int) -> None:
     tensors, anchor = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dflash.attention, "_GROUP_SLOTS", group_slots)
+        patch.setattr(dflash.model.attention, "_GROUP_SLOTS", group_slots)
         out = ours(tensors, anchor)
         expected = reference.attention(*tensors, anchor)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)

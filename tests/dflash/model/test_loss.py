@@ -17,7 +17,7 @@ B, A, K, H, V = 2, 3, 4, 5, 11
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in both directions, the last of each not full."""
-    monkeypatch.setattr(dflash.loss, "_TILE", {"cpu": (4, 3)})
+    monkeypatch.setattr(dflash.model.loss, "_TILE", {"cpu": (4, 3)})
 
 
 def heads() -> dict[str, Head]:
@@ -56,7 +56,7 @@ def same(loss: BlockLoss, expected: Tensor, hidden: Tensor) -> None:
 def test_ce_equals_the_reference(name: str, seed: int, slots: int, columns: int) -> None:
     hidden, labels, weights, _ = problem(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dflash.loss, "_TILE", {"cpu": (slots, columns)})
+        patch.setattr(dflash.model.loss, "_TILE", {"cpu": (slots, columns)})
         loss = block_loss(hidden, heads()[name], labels, weights)
     same(loss, (reference.cross_entropy(hidden, heads()[name], labels) * weights).sum(), hidden)
     torch.testing.assert_close(loss.weight, weights.sum())

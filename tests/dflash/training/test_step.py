@@ -24,7 +24,9 @@ def summed(loss: float, slots: int, trainer: Any) -> BlockLoss:
 def test_tokens_weigh_alike_whatever_their_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = new_trainer()
     for loss, slots in ((4.0, 1), (1.0, 3)):
-        monkeypatch.setattr(dflash.trainer, "forward_loss", lambda *_, mean=loss, n=slots: summed(mean, n, trainer))
+        monkeypatch.setattr(
+            dflash.training.step, "forward_loss", lambda *_, mean=loss, n=slots: summed(mean, n, trainer)
+        )
         trainer.accumulate(rows(1))
     report = trainer.step(at()).report()
     assert report.loss == 1.75  # a mean of means is 2.5
@@ -167,7 +169,7 @@ def test_small_updates_add_up_in_float32() -> None:
     start = weight.detach().clone()
     for step in range(1000):
         trainer._gradient.fill_(1.0)
-        trainer._sums[1] = 1.0
+        trainer._sums["weight"].fill_(1.0)
         trainer.step(at(step, of=1000))
     torch.testing.assert_close(start - weight, torch.full_like(weight, 0.6), rtol=1e-3, atol=0)
     assert all(value.dtype == torch.float32 for value in trainer.optimizer_tensors().values())
