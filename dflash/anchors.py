@@ -33,8 +33,12 @@ def draw_anchors(
         anchors = max(1, round(anchors * positions.size))
     if positions.size <= anchors:
         return positions
-    generator = np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, row, _ANCHORS]))
-    return np.sort(generator.choice(positions, size=anchors, replace=False, shuffle=False))
+    # Each position has a raw word of the counter-based generator, and those with the smallest are drawn: numpy promises
+    # that these words never change, unlike Generator.choice.
+    words = np.random.Philox(key=[seed, epoch], counter=[0, 0, row, _ANCHORS]).random_raw(positions.size)
+    largest = np.partition(words, anchors - 1)[anchors - 1]
+    drawn: Int64[ndarray, " A"] = positions[words <= largest][:anchors]
+    return drawn
 
 
 def covered_tokens(mask: UInt8[ndarray, " T"], anchor: Int64[ndarray, " A"], block_size: int) -> Bool[ndarray, " T"]:

@@ -1,12 +1,17 @@
 """Directories that are whole or absent: written beside their place, flushed to disk, then renamed."""
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import xxhash
+from torch import Tensor
+
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 def sync_directory(path: Path) -> None:
@@ -41,6 +46,30 @@ def durable_directory(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file; returns the xxh3-128 of its content, made on the way: it is not read again for it.
+
+    The format (https://github.com/huggingface/safetensors#format): 8 bytes with the size of a JSON header, little
+    endian; the header, padded to 8 bytes; the tensors' bytes, one behind the other.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = xxhash.xxh3_128()
+    with path.open("wb") as stream:
+        for piece in (len(text).to_bytes(8, "little"), text):
+            digest.update(piece)
+            stream.write(piece)
+        for tensor in tensors.values():
+            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            digest.update(values)
+            stream.write(values)
+    return digest.hexdigest()
 
 
 def checksum(path: Path) -> str:

@@ -54,6 +54,7 @@ class Prompter:
     def __init__(self, tokenizer: Path, rows: RowsConfig) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         self.template = load_template(self._tokenizer, tokenizer, rows.template, rows.template_arguments)
+        self.known = frozenset(self._tokenizer.get_vocab().values())  # ids; the target's head may have more rows
         found = probe(self.template, self._tokenizer, tokenizer)
         self.stop_ids = found.stop_ids
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]

@@ -5,7 +5,7 @@ Gumbel-max rule: argmax(log p + g) has law p. So an answer does not depend on th
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import GenerationConfig as HubGenerationConfig
 from dflash.answers.dialogue import Dialogue, Reply, Request
 from dflash.config import GenerationConfig, TargetConfig
 from dflash.decoding.sampling import Sampling
+from dflash.target.frozen import unknown_ids
 from dflash.target.placement import Replica, replicas, visible
 from dflash.target.sharding import device_map
 
@@ -44,6 +45,7 @@ class Transformers:
         target: TargetConfig,
         generation: GenerationConfig,
         stop_ids: Sequence[int],
+        known: Collection[int],
         replica: Replica,
         longest: int,
         stopping: threading.Event,
@@ -62,6 +64,8 @@ class Transformers:
         self._model = (model if len(replica) > 1 else model.to(replica[0])).eval()
         # A model may come with sampling settings of its own, which would fill in whatever ours leave open.
         self._model.generation_config = HubGenerationConfig()
+        unknown = unknown_ids(self._model, known)
+        self._unknown = None if unknown is None else torch.nonzero(unknown).flatten().tolist()
 
     def __call__(self, requests: list[Request]) -> list[Reply]:
         """One reply a request, in their order."""
@@ -80,7 +84,11 @@ class Transformers:
             seen[row, width - len(request.ids) :] = 1
         limit = _room(width, self._generation, self._longest)
         settings = HubGenerationConfig(
-            max_new_tokens=limit, do_sample=False, eos_token_id=self._stop_ids, pad_token_id=self._stop_ids[0]
+            max_new_tokens=limit,
+            do_sample=False,
+            eos_token_id=self._stop_ids,
+            pad_token_id=self._stop_ids[0],
+            suppress_tokens=self._unknown,
         )
         out = self._model.generate(
             input_ids=ids.to(self._device),

@@ -198,7 +198,7 @@ def _workers(
         return [servers] * given.concurrency, ([dialogue] for dialogue in dialogues)
     # One after the other: transformers sets defaults of the whole process while it loads.
     found = [
-        Transformers(config.target, given, prompter.stop_ids, replica, longest, stopping)
+        Transformers(config.target, given, prompter.stop_ids, prompter.known, replica, longest, stopping)
         for replica in devices(config.target)
     ]
     return list(found), by_length(dialogues, given, longest)

@@ -47,7 +47,12 @@ def evaluate(path: Path, tokens: Path) -> None:
     devices = place(config)
     device = devices.drafter
     # A target that needs several devices lies on them; any other beside the drafter.
-    target = Target.load(config, opened.shape.taps, devices.targets[0] if len(devices.targets[0]) > 1 else device)
+    target = Target.load(
+        config,
+        opened.shape.taps,
+        devices.targets[0] if len(devices.targets[0]) > 1 else device,
+        known=tokenizer.get_vocab().values(),
+    )
     ends = target.ends(device)
     drafters = [load_drafter(opened.shape, c).to(device).eval() for c in (before, after)]
     prompts = held_out_prompts(opened, held_out)

@@ -1,9 +1,9 @@
 """The target's LM head: final hidden states → logits, whole or in tiles of the vocabulary."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -15,10 +15,14 @@ class Head:
     bias: Float[Tensor, " V"] | None = None
     softcap: float | None = None
     scale: float = 1.0
+    unknown: Bool[Tensor, " V"] | None = (
+        None  # ids that the tokenizer lacks: `logits` gives them −inf, the loss does not
+    )
 
     def logits(self, hidden: Float[Tensor, "*n H"]) -> Float[Tensor, "*n V"]:
         """The target's logits of final hidden states, in the head's own dtype, rounded where the target rounds."""
-        return self._finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+        logits = self._finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+        return logits if self.unknown is None else logits.masked_fill(self.unknown, -torch.inf)
 
     def tile(self, hidden: Float[Tensor, "n H"], start: int, stop: int) -> Float[Tensor, "n stop-start"]:
         """Logits of a range of the vocabulary, at least float32."""
@@ -32,7 +36,8 @@ class Head:
 
     def to(self, dtype: torch.dtype) -> "Head":
         """The head in another dtype; rows that are the embedding's are copied, not changed."""
-        return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype), self.softcap, self.scale)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, weight=self.weight.to(dtype), bias=bias)
 
     def _finish(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:

@@ -7,13 +7,13 @@ the last tap: later layers and the head are never run, unless the loss needs the
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_module
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -113,12 +113,19 @@ class _Taps:
 
 
 class Target:
-    """The frozen model with its taps; with `final`, features end with the final hidden state, which the head reads."""
+    """The frozen model with its taps; with `final`, features end with the final hidden state, which the head reads.
 
-    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], final: bool = False) -> None:
+    `known` are the tokenizer's ids, where the target decodes: a head may have more rows (Qwen3's 151,936 for 151,669
+    ids), and what they give is never emitted, nor drafted.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, taps: tuple[int, ...], final: bool = False, known: Collection[int] | None = None
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.taps = taps
         self.final = final
+        self._unknown = None if known is None else unknown_ids(model, known)
         self._seen = _Taps({}, stop=False)
         # The library's name since 5.24; code that comes with a hub model may have the older one.
         self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
@@ -138,6 +145,7 @@ class Target:
         taps: tuple[int, ...],
         devices: str | torch.device | Sequence[torch.device],
         final: bool = False,
+        known: Collection[int] | None = None,
     ) -> "Target":
         """Read the target's weights onto a device, or onto several that hold it together.
 
@@ -157,7 +165,7 @@ class Target:
                 f"target.model={config.model} lacks {len(lacking)} of the weights that its config asks for, "
                 f"{', '.join(lacking[:3])} among them; expected all. The files are not whole or not of this model."
             )
-        return cls(model if len(devices) > 1 else model.to(devices[0]), taps, final)
+        return cls(model if len(devices) > 1 else model.to(devices[0]), taps, final, known)
 
     @property
     def device(self) -> torch.device:
@@ -180,11 +188,15 @@ class Target:
     ) -> tuple[Float[Tensor, "B S V"], Float[Tensor, "B S N*H"]]:
         """A whole pass over new tokens behind `cache`: the model's own logits, and features of the new positions.
 
+        Ids that the tokenizer lacks have logit −inf where it is known.
+
         `inputs` are the model's own: mask and positions where rows of a batch are of unequal length.
         """
         self._seen = _Taps({}, stop=False)
         with torch.no_grad():
             logits = self.model(input_ids=ids.long(), use_cache=True, **{self._cache_name: cache}, **inputs).logits
+        if self._unknown is not None:
+            logits = logits.masked_fill(self._unknown.to(logits.device), -torch.inf)
         return logits, self._collect()
 
     def ends(self, device: torch.device) -> tuple[nn.Module, Head]:
@@ -203,7 +215,7 @@ class Target:
         softcap = getattr(config, "final_logit_softcapping", None)
         head = Head(linear.weight, getattr(linear, "bias", None), softcap, scale)
         self._check_head(head, device)
-        return embedding, head
+        return embedding, head if self._unknown is None else replace(head, unknown=self._unknown.to(device))
 
     def _check_head(self, head: Head, device: torch.device) -> None:
         """Compare with the model's own logits: a scale that this module does not know would go unnoticed."""
@@ -235,6 +247,13 @@ class Target:
         outputs = [self._seen.outputs[tap].to(self.devices[-1], torch.bfloat16) for tap in self.taps]
         self._seen = _Taps({}, stop=False)
         return torch.cat(outputs, dim=-1)
+
+
+def unknown_ids(model: PreTrainedModel, known: Collection[int]) -> Bool[Tensor, " V"] | None:
+    """Which rows of the model's head stand for no id of its tokenizer; None where all do for one."""
+    unknown = torch.ones(model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
+    unknown[[token for token in known if token < unknown.numel()]] = False
+    return unknown.to(model.device) if unknown.any() else None
 
 
 def _moved(module: Any, device: torch.device) -> Any:

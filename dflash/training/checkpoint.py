@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cache.json_file import write_json
 from dflash.errors import CheckpointCorrupt, RunLocked, StageFailed
-from dflash.files import checksum, durable_directory
+from dflash.files import checksum, durable_directory, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +85,10 @@ def save(directory: Path, state: State, drafter: dict[str, Tensor], optimizer: d
     except CheckpointCorrupt:
         pass  # absent, or damaged and written anew
     with durable_directory(final) as partial:
+        files = {}
         for name, tensors in zip(_FILES, (drafter, optimizer), strict=True):
-            # safetensors refuses tensors that are not contiguous.
-            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial / name)
-        files = {
-            name: {"size_bytes": (partial / name).stat().st_size, "xxh3": checksum(partial / name)} for name in _FILES
-        }
+            content = write_tensors(partial / name, tensors)
+            files[name] = {"size_bytes": (partial / name).stat().st_size, "xxh3": content}
         write_json(partial / "state.json", asdict(state) | {"files": files})
     return Checkpoint(final, state)
 

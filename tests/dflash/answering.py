@@ -10,11 +10,11 @@ import toy
 LETTERS = range(33, 127)
 
 
-def make_talker(directory: Path, template: str = toy.PLAIN, merged: bytes = b"") -> Path:
+def make_talker(directory: Path, template: str = toy.PLAIN, merged: bytes = b"", padded: int = 0) -> Path:
     """A Llama whose every answer is of a few letters.
 
     Each of the `merged` bytes has a token with each letter behind it, which the target never says: its answers,
-    tokenised from their text, are other ids.
+    tokenised from their text, are other ids. The head has `padded` more rows than there are ids, with large logits.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +22,7 @@ def make_talker(directory: Path, template: str = toy.PLAIN, merged: bytes = b"")
     toy.save_tokenizer(directory, template, merges=merges)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=263 + len(merges),
+        vocab_size=263 + len(merges) + padded,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -41,6 +41,7 @@ def make_talker(directory: Path, template: str = toy.PLAIN, merged: bytes = b"")
         head = torch.zeros_like(model.lm_head.weight)
         head[list(LETTERS)] = torch.randn(len(LETTERS), 32)
         head[toy.E] = 3 * torch.randn(32)
+        head[len(head) - padded :] = 9 * torch.randn(padded, 32)
         model.lm_head.weight.copy_(head)
     model.save_pretrained(directory)
     return directory

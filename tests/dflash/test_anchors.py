@@ -146,6 +146,30 @@ def test_anchors_depend_on_seed_epoch_and_row_alone() -> None:
     assert all(same != other.tolist() for other in others)
 
 
+@pytest.mark.parametrize(
+    ("seed", "epoch", "row", "drawn"),
+    [
+        (0, 0, 0, [32, 191, 193, 208, 234, 376, 382, 394]),
+        (3, 1, 2, [30, 41, 157, 180, 181, 227, 260, 393]),
+        (2**62, 5, 902_086, [7, 34, 80, 171, 191, 194, 245, 330]),
+    ],
+)
+def test_the_same_anchors_with_every_numpy(
+    seed: int, epoch: int, row: int, drawn: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Golden values: a resume under another numpy would go on with other anchors, and nobody would notice."""
+    monkeypatch.delattr(np.random, "Generator")  # whose streams numpy may change
+    assert draw([1] * 400, 8, epoch, row, seed).tolist() == drawn
+
+
+def test_every_legal_position_is_drawn_equally_often() -> None:
+    counts = np.bincount(np.concatenate([draw([0, *[1] * 41], 10, row=row) for row in range(2000)]), minlength=41)
+    assert counts[0] == 0
+    # Each of 40 positions is in a draw with probability 1/4: 500 ± 19.4 times in 2,000.
+    assert np.abs(counts[1:] - 500).max() < 4.5 * 19.4
+    assert ((counts[1:] - 500) ** 2 / 375).sum() * 40 / 39 < 75  # χ² with 39 degrees of freedom: 0.9996
+
+
 def test_weights_decay_from_slot_1() -> None:
     weights = slot_weights(5, 2.0)
     np.testing.assert_allclose(weights, [0, 1, np.exp(-0.5), np.exp(-1), np.exp(-1.5)], rtol=1e-6)

@@ -306,6 +306,16 @@ def test_sampling_depends_on_seed_and_row_alone(talker: Path, prompts: Path, tmp
     assert answers("seed", seed=1) != first
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_answer_has_an_id_that_the_tokenizer_lacks(temperature: float, prompts: Path, tmp_path: Path) -> None:
+    padded = answering.make_talker(tmp_path / "padded", padded=8)
+    path = make_answers(tmp_path / "answers", padded, prompts, temperature=temperature, rows=4)
+    generate(path)
+    given = [token for line in lines_of(path) for token in answer_of(line)]
+    assert given
+    assert max(given) < 263
+
+
 def test_draws_have_the_law_of_the_target() -> None:
     """Chi-square of 600 rows against p, cut by top-k: below the 0.999 quantile of 2 degrees of freedom, 13.8."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])

@@ -10,9 +10,10 @@ from transformers import MistralConfig, MistralForCausalLM
 import dflash.decoding.decode
 from dflash.decoding.decode import Decoded, DecodeLimits, Emission, draft_logits, plain, seeded, speculate, stream
 from dflash.decoding.rollback import RowCache
-from dflash.decoding.sampling import Sampling, SeededDice
+from dflash.decoding.sampling import Proposal, Sampling, SeededDice
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.evaluation.comparison import Comparison
+from dflash.target.frozen import Target
 
 GREEDY = Sampling()
 SOME = (6, 2, 9, 1, 13)
@@ -79,6 +80,35 @@ def test_a_difference_without_a_near_tie_is_none() -> None:
     other = Decoded((5, 8, 7), (2,), (1,), 1.0)
     assert not Comparison((), "", first, other).near_tie
     assert Comparison((), "", Decoded((5, 6), (1,), (0,), 1.0, gaps=(0.5, 9e-4)), other).near_tie
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.8, 0.9, 5)])
+def test_no_id_is_drafted_or_emitted_that_the_tokenizer_lacks(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head has 24 rows, the tokenizer 21 ids, one of them not in a row with the others; the rest would win."""
+    one = toy()
+    with torch.no_grad():
+        head = one.target.model.lm_head.weight
+        head[20], head[22], head[23] = 9 * head[8], 9 * head[9], -9 * head[9]
+    known = {*range(20), 21}
+    padded = Target(one.target.model, one.target.taps, known=known)
+    one = Toy(padded, one.drafter, padded.ends(torch.device("cpu")))
+    drafted: set[int] = set()
+    propose = Sampling.propose
+
+    def noted(self: Sampling, logits: torch.Tensor, dice: Any) -> Proposal:
+        proposal = propose(self, logits, dice)
+        drafted.update(proposal.tokens)
+        return proposal
+
+    monkeypatch.setattr(Sampling, "propose", noted)
+    limits = DecodeLimits(25)
+    helped = together(one, limits, *SOME, sampling=sampling)
+    own = [plain(padded, prompt, limits, sampling, SeededDice(0)) for prompt in prompts(*SOME)]
+    assert drafted <= known
+    assert {token for decoded in [*helped, *own] for token in decoded.ids} <= known
+    assert sampling != GREEDY or [decoded.ids for decoded in helped] == [decoded.ids for decoded in own]
 
 
 def test_rows_of_a_batch_are_as_if_alone() -> None:

@@ -14,10 +14,11 @@ from decoding_toys import Toy, prompts, taught
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dflash.config import EvaluationConfig
 from dflash.errors import CheckpointCorrupt
+from dflash.evaluation import evaluate as evaluation
 from dflash.evaluation.comparison import compare, facts, token_texts
 from dflash.evaluation.evaluate import evaluate, stop_tokens
 from dflash.target.frozen import Target
@@ -74,6 +75,20 @@ def test_at_a_temperature_texts_prove_nothing(run: Path, tokens: Path) -> None:
     decode = json.loads((run / "evaluation.json").read_text())["decode"]
     assert decode["lossless"] is None
     assert "sampled (temperature 0.7, top_p 0.9, top_k 0)" in decode["convention"]
+
+
+def test_the_tokenizers_ids_are_the_only_ones_that_are_said(
+    run: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 61 rows beside a tokenizer of 30 ids."""
+    said: list[Any] = []
+    few = SimpleNamespace(get_vocab=lambda: {f"w{i}": i for i in range(30)})
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: few)
+    monkeypatch.setattr(evaluation, "sample", lambda one, _: said.extend([*one.plain.ids, *one.speculative.ids]))
+    monkeypatch.setattr(evaluation, "write_report", lambda *_: None)
+    evaluate(run, tokens)
+    assert said
+    assert max(said) < 30
 
 
 def test_without_a_checkpoint_there_is_nothing_to_evaluate(make_run: MakeRun, tokens: Path) -> None:
