@@ -86,7 +86,7 @@ def test_error_of_one_process_is_raised_as_its_own_type_not_what_it_did_to_the_o
 
 FLOW = """
 import json, pathlib, sys
-from flows.stage.watch.process import run_stage
+from flows.stage.process import run_stage
 run_stage("train", json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]), lambda progress: None, processes=2)
 """
 
