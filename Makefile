@@ -30,7 +30,7 @@ setup-bench:
 
 demo: setup
 	@$(BIN)/python scripts/fetch_demo_target.py
-	@$(BIN)/python -m flows demo
+	@$(BIN)/dflash-train demo
 
 test: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest

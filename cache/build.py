@@ -113,7 +113,7 @@ class _BuildWatch:
         self._before = 0.0  # share of the work that comes before anything is written
 
     def expect(self, total_rows: int | None) -> None:
-        """So many rows are to be tokenised."""
+        """Say how many rows will be tokenised before anything is written."""
         self._total_rows, self._before = total_rows, TOKENISING
 
     def tokenised(self, rows: int) -> None:

@@ -16,7 +16,7 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """As `write_json`, of any text."""
+    """Replace `path` by text, as `write_json` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
     try:

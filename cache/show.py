@@ -106,7 +106,7 @@ def _shares(manifest: Manifest) -> RenderableType:
 
 
 def _answers(manifest: Manifest) -> RenderableType:
-    """One line a number of answers, the large ones together."""
+    """One line for each number of answers; large numbers share the last line."""
     table = _table("rows by answers")
     few, many = manifest.answers_a_row[:MOST_ANSWERS], manifest.answers_a_row[MOST_ANSWERS:]
     rest = [(f"{many[0][0]} or more", sum(rows for _, rows in many))] if many else []

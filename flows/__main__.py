@@ -1,8 +1,11 @@
-"""`python -m flows NAME`: runs a deployment of prefect.yaml in this process, from any directory, without a server.
+"""`dflash-train NAME`: runs a deployment of prefect.yaml in this process, from any directory, without a server.
 
-python -m flows demo
-python -m flows train --set training.epochs=2 --set name=short
-python -m flows train --dry-run
+dflash-train demo
+dflash-train train --set training.epochs=2 --set name=short
+dflash-train train --dry-run
+
+`python -m flows` does the same, but puts the working directory first on `sys.path`: a `flows/` or `cache.py` of the
+user's own that lies there would be imported instead of ours.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import os
 import signal
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from cache.errors import CacheError
@@ -72,6 +76,7 @@ def _require_inputs(parameters: dict[str, Any]) -> None:
 
 
 def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
+    program = "dflash-train" if Path(sys.argv[0]).name == "dflash-train" else "python -m flows"
     width = max(map(len, deployments), default=0)
     indent = " " * (width + 4)
     listed = "\n".join(
@@ -79,9 +84,9 @@ def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
         for one in deployments.values()
     )
     parser = argparse.ArgumentParser(
-        prog="python -m flows",
+        prog=program,
         description="Runs a deployment of prefect.yaml in this process.",
-        epilog=f"deployments:\n{listed}\n\nParameters: see prefect.yaml. Deleting: see `python -m flows clean --help`.",
+        epilog=f"deployments:\n{listed}\n\nParameters: see prefect.yaml. Deleting: see `{program} clean --help`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", choices=list(deployments), help="one of the deployments below")
@@ -110,7 +115,7 @@ class _Plain(logging.Handler):
 
 
 def _speak_plainly() -> None:
-    """On the terminal: our lines only. What Prefect says of its runs is in its database and its pages."""
+    """Show only our own lines on the terminal; Prefect keeps its own in its database and shows them on its pages."""
     from prefect.logging.handlers import PrefectConsoleHandler
 
     names = [*logging.root.manager.loggerDict, *OUR_LOGGERS]

@@ -43,7 +43,7 @@ class ControlText:
 
 
 def _shared_beginning(first: str, last: str) -> str:
-    """Of all texts that sort between these two."""
+    """What all texts that sort between these two begin with."""
     differ = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:differ]
 

@@ -35,7 +35,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class ReadCounts:
-    """By reason: conversations that were dropped, and what was changed in conversations that were kept."""
+    """Numbers by reason: conversations that were dropped, and changes in conversations that were kept."""
 
     dropped: Counter[str]
     noted: Counter[str]

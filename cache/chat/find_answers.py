@@ -24,7 +24,7 @@ MAX_AROUND = 16
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One row to be: its text, and the characters of its supervised answers without their end of turn."""
+    """The text of one row, and the characters of its supervised answers without their end of turn."""
 
     index: int  # of the conversation in the batch
     messages: list[Message]

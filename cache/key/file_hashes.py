@@ -32,7 +32,7 @@ def state_of(path: Path) -> State:
 
 
 def states_of(parts: Iterable[SourceFiles]) -> dict[Path, State]:
-    """Of every file of these parts."""
+    """The state of every file of these sources."""
     return {file.path: state_of(file.path) for part in parts for file in (*part.files, *part.indices)}
 
 

@@ -19,7 +19,7 @@ Histogram = tuple[tuple[int, int], ...]
 
 @dataclass(slots=True)
 class Audit:
-    """Over the rows that are kept; `messages` over all conversations, the dropped ones too."""
+    """Counts of the rows that are kept; `messages` counts all conversations, dropped ones included."""
 
     shares: Counter[int] = field(default_factory=Counter)  # tenth of the row that is supervised, 1 to 10 → rows
     answers: Counter[int] = field(default_factory=Counter)  # answers in a row → rows

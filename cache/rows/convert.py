@@ -76,7 +76,7 @@ class Converter:
         return Converted(kept, side[kept.row], group[kept.row])
 
     def _hashes(self, ids: Spans, row: ndarray, chunk: Chunk) -> UInt64[ndarray, "R"]:
-        """Of each conversation's first user text, where the source has it beside the ids; else of the ids."""
+        """Hash of each conversation's first user text where the source has it beside the ids, else of the ids."""
         hashes = hashes_of_ids(ids)
         if self.layout.said is not None:
             texts = first_texts(chunk.batch.column(self.layout.said).take(pa.array(row)))

@@ -1,4 +1,4 @@
-"""On which side of the split a row is: drawn by what its conversation begins with, so that its pieces stay together."""
+"""Which rows are held out: drawn by how the conversation begins, so that all of its rows are on one side."""
 
 import numpy as np
 from jaxtyping import UInt8, UInt64

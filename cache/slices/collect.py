@@ -55,7 +55,7 @@ def pieces_of(
     chat: Tokenises,
     told: Told | None = None,
 ) -> Iterator[Piece]:
-    """All rows of the chunks, at least one piece; `first` is where the slice begins, maybe with lines that are blank.
+    """All rows of the chunks as pieces, at least one; `first` is where the slice begins, blank lines included.
 
     `wanted` names groups, None means all.
     """

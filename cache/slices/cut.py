@@ -31,7 +31,7 @@ HashFile = Callable[[Path], str]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One slice to be."""
+    """Where a slice begins and ends; it has no name yet."""
 
     part: SourceFiles | None  # None: of the table in memory
     range: RowRange
@@ -42,7 +42,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class _StoredRows:
-    """What a file is stored in: a row group or a record batch."""
+    """The rows that a file stores together: a row group or a record batch."""
 
     rows: int
     size_bytes: int

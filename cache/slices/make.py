@@ -34,7 +34,7 @@ class Tokeniser:
         self._chat: Tokenises | None = None
 
     def make_missing(self, slices: Iterable[Slice], told: Told | None = None) -> None:
-        """Those that other builders are at come last, when they are likely to be there."""
+        """Make what is missing. Slices that another builder holds come last: by then they are probably there."""
         left = list(slices)
         for wait in (False, True):
             left = [one for one in left if not self.make(one, wait=wait, told=told)]
@@ -53,7 +53,7 @@ class Tokeniser:
         """The rows of a slice. One that is gone is made, one that is damaged is made again, said aloud."""
         yield from self._opened(one)
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self._plan.path(one))  # used: `python -m flows clean` keeps it
+            os.utime(self._plan.path(one))  # used: `dflash-train clean` keeps it
 
     def _opened(self, one: Slice) -> Iterator[Piece]:
         path = self._plan.path(one)

@@ -23,7 +23,7 @@ from cache.source.place import Place
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some neighbouring conversations, wherever they are made into tokens."""
+    """Some neighbouring conversations that are tokenised together, in any process."""
 
     key: str
     cut: Cut
@@ -58,7 +58,7 @@ class SlicePlan:
         return self.directory / f"{one.key}.arrow"
 
     def missing(self) -> list[Slice]:
-        """Those that are not there; equal ones once."""
+        """The slices that have no file yet; slices of equal content once."""
         return [one for one in {one.key: one for one in self.slices}.values() if not self.path(one).exists()]
 
 
@@ -87,7 +87,7 @@ def plan_slices(
 
 
 def num_rows_of(slices: Iterable[Slice]) -> int | None:
-    """Of the source; blank lines count. None where only reading would tell."""
+    """Number of rows of these slices in the source, blank lines included; None where only reading would tell."""
     counts = [one.cut.num_rows for one in slices]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None

@@ -177,7 +177,7 @@ def _arrow_chunks(file: DataFile, layout: Layout, span: RowRange) -> Iterator[Ch
 def _cut_within(
     batch: pa.RecordBatch, layout: Layout, row: int, span: RowRange
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """As `_cut`, of those of the batch's rows that lie in the range; numbered as the file's."""
+    """As `_cut`, for the rows of the batch that lie in the range; rows are numbered as in the file."""
     low, high = max(span.start - row, 0), min(span.stop - row, batch.num_rows)
     if high > low:
         for start, part in _cut(batch.slice(low, high - low), layout):

@@ -218,7 +218,7 @@ def post(url: str, body: dict[str, Any], timeout_s: float) -> tuple[int, Any, by
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Of a Retry-After header: a number of seconds or a date."""
+    """Seconds that a Retry-After header asks for: it holds a number or a date."""
     if not retry_after:
         return None
     try:

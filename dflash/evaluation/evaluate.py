@@ -105,7 +105,7 @@ def stop_tokens(target: Target, manifest: Manifest) -> frozenset[int]:
 
 
 def convention(opened: OpenRun, target: Target) -> str:
-    """In one sentence, what the numbers of decoding mean: without it they compare with nobody's."""
+    """One sentence that says how the numbers of decoding were taken, so that they can be compared with others."""
     config, parts = opened.config.evaluation, opened.store.manifest.key_parts
     arguments = json.loads(parts.get("template_arguments") or "{}")
     think = arguments.get("enable_thinking")

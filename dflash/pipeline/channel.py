@@ -19,7 +19,7 @@ class Closed(Exception):
 
 
 class Stop:
-    """One for a pipeline: the first failure, and the switch that wakes everybody who waits.
+    """The end of a pipeline: it keeps the first failure and wakes every stage that waits.
 
     All channels share its lock; each has conditions of its own, so that a hand-over wakes only who waits for it.
     """

@@ -29,7 +29,7 @@ from dflash.errors import ConfigMismatch
 
 
 class FeatureStore:
-    """One that `FeatureStore.make` has made; the target stage calls `put` and `get`, the checkpoint `flush`."""
+    """Features in files that `FeatureStore.make` has made: the target stage puts and gets, a checkpoint flushes."""
 
     def __init__(self, directory: Path, offsets: Int64[ndarray, " R+1"], width: int) -> None:
         self._directory = directory

@@ -46,7 +46,7 @@ def check_mask_token(
 def find_mask_token(
     tokenizer: Any, config: PreTrainedConfig, rows: int, stop_ids: Collection[int] = ()
 ) -> tuple[int, str] | None:
-    """By this module's rule: the id and why; None when the rule finds none."""
+    """The id that this module's rule finds, and why; None when it finds none."""
     taken = set(_meanings(config, stop_ids))
     own = getattr(tokenizer, "mask_token_id", None)
     if own is not None and own < rows and own not in taken:

@@ -34,7 +34,7 @@ class Devices:
         return all(self.drafter not in replica for replica in self.targets)
 
     def to_json(self) -> dict[str, Any]:
-        """By names, a target over several devices as `target.devices` writes it."""
+        """Names of the devices; a target over several devices is written as in `target.devices`."""
         return {"drafter": str(self.drafter), "targets": ["+".join(map(str, replica)) for replica in self.targets]}
 
     def decided(self, target_s: float, drafter_s: float) -> "Devices":

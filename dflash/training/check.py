@@ -123,7 +123,7 @@ def _measure(opened: OpenRun, plan: TrainPlan) -> dict[str, Any]:
 
 
 def _first_of(config: RunConfig) -> Ranks:
-    """The one that is measured of the processes that this machine will run."""
+    """The first of the processes that this machine will run: the one that is measured."""
     return Ranks(size=config.training.processes, local_size=config.training.processes)
 
 

@@ -1,6 +1,6 @@
-"""What a run works with, made in the one order that is right: what a part takes of a device is not there for the next.
+"""The parts of a run, made in this order because each takes memory that the next one then does not have.
 
-plan, devices → first target → drafter and optimizer → where the other targets go → these → what may wait
+plan and devices, the first target, drafter and optimizer, where the other targets go, these, what may wait
 """
 
 import logging

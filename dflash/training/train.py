@@ -164,7 +164,7 @@ class _Run:
             self._save()
         if due:  # the leader may have waited for a slow disk: longer than a step's sums would wait for it
             self.ranks.wait()
-        # Several processes must end at one step: all look at the sum of the step before, whoever has read more by now.
+        # Several processes must end at one step: all look at the sum of the step before, though some have read more.
         # One alone need not wait for it.
         agreed = self.stop_step is not None and self.stop_step < done
         self.stop = agreed or (self.ranks.size == 1 and self._stop_asked())

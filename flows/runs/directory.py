@@ -52,7 +52,7 @@ def read_parameters(run: Path) -> Parameters:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The one that is furthest, its numbers compared as numbers. Whether it is whole is for `dflash` to say."""
+    """The checkpoint of the highest epoch and step, by its name; `dflash` checks whether it is whole."""
     found = [(int(match[1]), int(match[2]), match[0]) for match in map(_CHECKPOINT.fullmatch, _names(run)) if match]
     return run / "checkpoints" / max(found)[2] if found else None
 

@@ -27,7 +27,7 @@ def mark_finished(run: Path, stage: str, fingerprint: str) -> None:
 
 
 def note_tokens(run: Path, key: str) -> None:
-    """Which token cache the run is trained on: `python -m flows clean` keeps it."""
+    """Which token cache the run is trained on: `dflash-train clean` keeps it."""
     _update(run, "prepare", key=key)
 
 

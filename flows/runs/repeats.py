@@ -52,7 +52,7 @@ def slice_key(context: "TaskRunContext", arguments: Tree) -> str:
 
 
 def why_not_open(directory: Path) -> str | None:
-    """None when a token cache is there and opens, else the reason why a record that names it is worth nothing."""
+    """None when a token cache is there and opens, else why not: then a record that names it counts for nothing."""
     try:
         TokenCache.open(directory)
     except (CacheError, OSError) as error:

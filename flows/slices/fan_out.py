@@ -173,7 +173,7 @@ class _TokeniseProgress:
 
 
 def _make_all(executor: _Executor, plan: SlicePlan, missing: list[Slice], progress: _TokeniseProgress) -> None:
-    """Those that other builders are at come last, when they are likely to be there: nothing waits before."""
+    """Make all slices. Those that another builder holds come last, so that nothing waits for them before."""
     numbers = {one.key: number for number, one in enumerate(plan.slices, start=1)}
     common = {"plan": replace(plan, slices=()), "of": len(plan.slices)}
     left = missing

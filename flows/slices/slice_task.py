@@ -42,12 +42,12 @@ def tokenise_slice(
     threads: int | None = None,
     so_far: SoFar | None = None,
 ) -> Tree:
-    """Nothing but a call: a task travels to a worker with all that its function names, so it names one function."""
+    """Only a call: the task is sent to workers with everything its function names, so it names one function."""
     return make_slice(one, plan, wait=wait, threads=threads, so_far=so_far)
 
 
 def make_slice(one: Slice, plan: SlicePlan, *, wait: bool, threads: int | None, so_far: SoFar | None) -> Tree:
-    """What it came to; `made` is False where another builder is at the slice and this one does not wait."""
+    """Make the slice and say what was done; `made` is False where another builder holds it and `wait` is not set."""
     if threads is not None:
         _limit_threads(threads)
     rows = 0
@@ -77,7 +77,7 @@ def forget_tokenizer() -> None:
 
 
 def _limit_threads(threads: int) -> None:
-    """Of this process's tokenizer, which reads this once, when it first works."""
+    """Set how many threads this process's tokenizer uses; it reads that once, when it is first used."""
     if threads == WORKERS_OWN:
         from distributed import get_worker
 

@@ -133,7 +133,7 @@ def _show(directory: Path, on_progress: Callable[[StageProgress], None]) -> None
 
 
 def _kill_group(child: "subprocess.Popen[bytes]") -> None:
-    """Nothing of the stage outlives it: not the process, and no helper that it left in its group."""
+    """End the stage's process and every helper that it left in its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

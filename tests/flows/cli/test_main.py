@@ -52,3 +52,15 @@ def test_unknown_deployment_is_refused_with_those_there_are(tmp_path: Path) -> N
     done = flows(tmp_path, "dmeo")
     assert done.returncode == 2
     assert "'demo'" in done.stderr
+
+
+def test_script_is_not_led_astray_by_files_of_the_users_own(tmp_path: Path) -> None:
+    """A Prefect project has a `flows/` as a rule; `python -m` would import it from the working directory."""
+    (tmp_path / "flows").mkdir()
+    (tmp_path / "flows" / "__init__.py").write_text("raise SystemExit('the flows of another project')")
+    (tmp_path / "cache.py").write_text("raise SystemExit('the cache of another project')")
+    script = Path(sys.executable).with_name("dflash-train")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([script, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: dflash-train")
