@@ -5,12 +5,14 @@ python -m cache inspect CACHE --tokenizer DIR        what is in it, and a row wi
 python -m cache verify CACHE                         read every byte and compare checksums
 python -m cache list                                 all caches of a home, with sizes
 python -m cache remove CACHE                         take one away; asks first
+python -m cache remove --slices                      drop the tokenised slices of conversations, which builds make again
 
-CACHE is a directory, or the first letters of a key under `--home` ($DFLASH_HOME, else var/).
+CACHE is the first letters of a key under `--home` ($DFLASH_HOME, else var/), or a directory, such as ./a.
 """
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from rich.console import Console
 
 from cache.build import build
 from cache.config import RowsConfig, default_home
-from cache.disk.removal import entries, entry_at, remove
+from cache.disk.removal import drop_slices, entries, entry_at, remove, slice_files, why_not_ours
 from cache.disk.store import TokenCache
-from cache.errors import CacheError, CacheIncomplete
+from cache.errors import CacheError, CacheIncomplete, CacheMismatch
 from cache.progress_bar import progress_bar
 from cache.show import listing, row, size_of, summary
 
@@ -76,27 +78,60 @@ def _verify(given: argparse.Namespace, console: Console) -> int:
 
 
 def _list(given: argparse.Namespace, console: Console) -> int:
-    console.print(listing(entries(given.home)))
+    console.print(listing(entries(given.home), slice_files(given.home)))
     return 0
 
 
 def _remove(given: argparse.Namespace, console: Console) -> int:
-    entry = entry_at(_find(given.cache, given.home))
+    if given.slices == (given.cache is not None):
+        raise CacheError("remove: expected a CACHE or --slices, one of them.")
+    if given.slices:
+        return _remove_slices(given, console)
+    path = _find(given.cache, given.home)
+    why_not = why_not_ours(path, given.home)
+    if why_not is not None:
+        raise CacheMismatch(f"{path}: {why_not}. Only token caches of {given.home / 'tokens'} are removed.")
+    entry = entry_at(path)
     rows = f"{entry.manifest.rows:,} rows" if entry.manifest else f"does not open: {entry.problem}"
     console.print(f"{entry.path}: {rows}, {size_of(entry.size_bytes)}")
-    if not given.yes and input("Remove it? [y/N] ").strip().lower() not in ("y", "yes"):
-        console.print("Kept.")
+    if not _is_agreed(given.yes, console):
         return 1
-    remove(entry.path)
+    remove(entry.path, given.home)
     console.print("Removed.")
     return 0
 
 
+def _remove_slices(given: argparse.Namespace, console: Console) -> int:
+    found = slice_files(given.home)
+    size = size_of(sum(one.size_bytes for one in found))
+    console.print(f"{len(found)} slices of tokenised conversations, {size}: a later build makes again what it needs.")
+    if not found or not _is_agreed(given.yes, console):
+        return 0 if not found else 1
+    dropped, freed = drop_slices(given.home)
+    console.print(f"Removed {dropped} slices, {size_of(freed)}.")
+    return 0
+
+
+def _is_agreed(yes: bool, console: Console) -> bool:
+    """Asks only where somebody can answer."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        console.print("Kept: add --yes to remove without being asked.")
+        return False
+    if input("Remove? [y/N] ").strip().lower() in ("y", "yes"):
+        return True
+    console.print("Kept.")
+    return False
+
+
 def _find(name: str, home: Path) -> Path:
-    """A cache by its directory, or by the first letters of its key."""
-    if Path(name).is_dir():
+    """A cache by the first letters of its key, which come first, or by its directory."""
+    found = []
+    if name and not re.search(r"[/*?\[]", name):
+        found = [path for path in (home / "tokens").glob(f"{name}*") if path.is_dir() and path.name[:1] != "."]
+    if not found and "/" in name and Path(name).is_dir():
         return Path(name).resolve()
-    found = [path for path in (home / "tokens").glob(f"{name}*") if path.is_dir()] if "/" not in name else []
     if len(found) != 1:
         what = f"{len(found)} caches begin so" if found else "no such cache"
         raise CacheIncomplete(
@@ -124,7 +159,11 @@ _ARGUMENTS: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "inspect": [_CACHE, _TOKENIZER, (("--row",), {"type": int, "default": 0, "help": "row to show"})],
     "verify": [_CACHE],
     "list": [],
-    "remove": [_CACHE, (("--yes",), {"action": "store_true", "help": "do not ask"})],
+    "remove": [
+        (("cache",), {"nargs": "?", "help": "directory, or first letters of a key"}),
+        (("--slices",), {"action": "store_true", "help": "instead: all slices of tokenised conversations"}),
+        (("--yes",), {"action": "store_true", "help": "do not ask"}),
+    ],
 }
 _COMMANDS = {"build": _build, "inspect": _inspect, "verify": _verify, "list": _list, "remove": _remove}
 

@@ -4,7 +4,9 @@ The main thread reads a chunk, applies the rules and fills buffers; writer threa
 meanwhile. Nothing of the source is held beyond a chunk.
 """
 
+import contextlib
 import errno
+import os
 import shutil
 import time
 from collections import Counter
@@ -100,6 +102,8 @@ def _finished(site: Site, rows: RowsConfig) -> bool:
     if cache.key != site.final.name:
         return False
     refuse_drops(cache.manifest, rows)
+    with contextlib.suppress(OSError):
+        os.utime(site.final)  # used: `clean` keeps what is young
     return True
 
 

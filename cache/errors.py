@@ -23,3 +23,11 @@ class BadRow(CacheError):
 
 class BadSource(CacheError):
     """The source cannot be read as rows: not there, unknown format or columns, several splits, too few good rows."""
+
+
+class CacheInUse(CacheError):
+    """Somebody builds it or reads it now, so it is not taken away."""
+
+
+class CannotLock(CacheError):
+    """The file system has no locks, without which two processes could write one place."""

@@ -2,9 +2,10 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
+
+from cache.locks import beside
 
 
 def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
@@ -18,7 +19,7 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by text, as `write_json` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+    partial = beside(path)
     try:
         with partial.open("w", encoding="utf-8") as stream:
             stream.write(text)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cache.disk.manifest import Manifest
-from cache.disk.removal import Entry
+from cache.disk.removal import Entry, SliceFile
 from cache.disk.store import TokenCache
 
 BAR = 40  # columns of the longest bar of the histogram
@@ -58,16 +58,19 @@ def row(cache: TokenCache, index: int, tokenizer: Path | None) -> RenderableType
     return Group(Text(title).append("supervised", style=SUPERVISED).append(" context", style=CONTEXT), text)
 
 
-def listing(entries: list[Entry]) -> RenderableType:
-    """A line a cache, with its size."""
+def listing(entries: list[Entry], slices: list[SliceFile]) -> RenderableType:
+    """A line a cache, with its size, and one for all slices of conversations."""
     table = Table(box=None, pad_edge=False)
     for heading in ("key", "rows", "tokens", "size", ""):
-        table.add_column(heading, justify="right" if heading in ("rows", "tokens", "size") else "left")
+        right = heading in ("rows", "tokens", "size")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=bool(heading))
     for entry in entries:
         manifest = entry.manifest
         rows, tokens = (f"{manifest.rows:,}", f"{manifest.tokens:,}") if manifest else ("", "")
         table.add_row(entry.path.name, rows, tokens, size_of(entry.size_bytes), entry.problem or "")
-    table.add_row("", "", "", size_of(sum(entry.size_bytes for entry in entries)), "in all")
+    of_slices = sum(one.size_bytes for one in slices)
+    table.add_row("slices", "", "", size_of(of_slices), f"{len(slices):,} of conversations")
+    table.add_row("", "", "", size_of(of_slices + sum(entry.size_bytes for entry in entries)), "in all")
     return table
 
 

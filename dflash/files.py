@@ -11,6 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cache.locks import beside
+
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
@@ -29,8 +31,7 @@ def durable_directory(final: Path) -> Iterator[Path]:
 
     A directory of that name that is already there is replaced.
     """
-    partial = final.with_name(f"{final.name}.tmp-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = beside(final)
     partial.mkdir(parents=True)
     try:
         yield partial

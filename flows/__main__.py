@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments[:1] == ["clean"]:
-            return clean.main(arguments[1:])
+            return clean.main(arguments[1:], _program())
         deployments = read_deployments(root)
         options = _parser(deployments).parse_args(arguments)
         deployment = deployments[options.name]
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             return dry_run(flow.fn, parameters)
         if server is not None:
             console.print("Starting Prefect's temporary server (about 15 s).")
-            start_server(server, resolve_home(parameters.get("home")) / "logs" / "server.log")
+            start_server(server, resolve_home(parameters.get("home")))
         flow(**parameters)
     except BadParameter as error:
         print(error, file=sys.stderr)
@@ -75,8 +75,13 @@ def _require_inputs(parameters: dict[str, Any]) -> None:
         require_inputs(parameters["rows"], parameters["target"], resolve_home(parameters.get("home")))
 
 
+def _program() -> str:
+    """What was typed."""
+    return "dflash-train" if Path(sys.argv[0]).name == "dflash-train" else "python -m flows"
+
+
 def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
-    program = "dflash-train" if Path(sys.argv[0]).name == "dflash-train" else "python -m flows"
+    program = _program()
     width = max(map(len, deployments), default=0)
     indent = " " * (width + 4)
     listed = "\n".join(

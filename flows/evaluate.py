@@ -11,7 +11,7 @@ from prefect.states import Completed
 from cache.json_file import read_json
 from dflash.config import EvaluationConfig
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree, proposed_config, read_parameters
+from flows.runs.directory import Tree, in_use, proposed_config, read_parameters
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
 from flows.runs.repeats import evaluate_fingerprint
@@ -35,7 +35,8 @@ def evaluate(name: Name, evaluation: EvaluationConfig | None = None, home: Home 
     if evaluation is not None:
         given = evaluation.model_dump(exclude_unset=True)
         parameters = parameters.model_copy(update={"evaluation": parameters.evaluation.model_copy(update=given)})
-    evaluation_ = evaluate_run(*prepare_run(parameters))
+    with in_use(parameters.run_directory):
+        evaluation_ = evaluate_run(*prepare_run(parameters))
     return Completed(message=outcome(evaluation_), data=evaluation_)
 
 

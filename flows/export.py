@@ -10,7 +10,7 @@ from prefect.states import Completed
 
 from cache.json_file import read_json
 from dflash.config import ExportConfig
-from flows.runs.directory import Tree, proposed_config, read_parameters
+from flows.runs.directory import Tree, in_use, proposed_config, read_parameters
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
 from flows.runs.repeats import export_fingerprint
@@ -32,7 +32,8 @@ def export(name: Name, export: ExportConfig | None = None, home: Home = None) ->
     if export is not None:
         given = parameters.export.model_copy(update=export.model_dump(exclude_unset=True))
         parameters = parameters.model_copy(update={"export": given}).resolved()
-    exported = export_run(parameters)
+    with in_use(parameters.run_directory):
+        exported = export_run(parameters)
     return Completed(message=outcome(exported), data=exported)
 
 

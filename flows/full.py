@@ -9,7 +9,7 @@ from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetC
 from flows.evaluate import evaluate_run
 from flows.export import export_run
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree
+from flows.runs.directory import Tree, in_use
 from flows.runs.naming import full_run_name
 from flows.runs.parameters import Dask, Home, Name, Parameters
 from flows.show.summary import outcome, summarise
@@ -41,21 +41,20 @@ def full(
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
         dask: where conversations are tokenised; null means in this process
     """
-    parameters, tokens = prepare_run(
-        Parameters(
-            name=name,
-            rows=rows,
-            target=target,
-            drafter=drafter,
-            training=training,
-            evaluation=evaluation,
-            export=export,
-            home=home,
-        ),
-        dask,
+    given = Parameters(
+        name=name,
+        rows=rows,
+        target=target,
+        drafter=drafter,
+        training=training,
+        evaluation=evaluation,
+        export=export,
+        home=home,
     )
-    train_run(parameters, tokens)
-    evaluate_run(parameters, tokens)
-    export_run(parameters)
-    summary = summarise(parameters, tokens)
+    with in_use(given.run_directory):
+        parameters, tokens = prepare_run(given, dask)
+        train_run(parameters, tokens)
+        evaluate_run(parameters, tokens)
+        export_run(parameters)
+        summary = summarise(parameters, tokens)
     return Completed(message=outcome(summary), data=summary)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from pathlib import Path
 
 from prefect import flow, task
@@ -11,6 +12,7 @@ from cache.build import BuildProgress, build, refuse_drops
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
 from cache.key.content import content_key
+from cache.locks import held, lock_of
 from cache.source.find import find_files
 from dflash.config import TargetConfig
 from dflash.target.tokenizer import tokenizer_directory
@@ -139,8 +141,11 @@ def local_target(target: TargetConfig, home: Path, run: Path | None = None) -> T
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     directory = home / "targets" / sha256
-    if not (directory / "config.json").is_file():
-        logger.info("target: dequantising %s, once", file.name)
-        with measured(run, "target"), progress_line("target") as line:
-            run_stage("target", ["dequantise", str(file), str(home)], home / "targets", line.show)
+    with held(lock_of(directory)):  # two at once would share progress.json and error.json, and do the work twice
+        if (directory / "config.json").is_file():
+            os.utime(directory)  # used: `clean` keeps what is young
+        else:
+            logger.info("target: dequantising %s, once", file.name)
+            with measured(run, "target"), progress_line("target") as line:
+                run_stage("target", ["dequantise", str(file), str(home)], home / "targets", line.show)
     return target.model_copy(update={"model": str(directory)})

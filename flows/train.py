@@ -14,7 +14,7 @@ from cache.json_file import read_json
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
 from flows.errors import CannotFit
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree, epochs_done, proposed_config, read_lines
+from flows.runs.directory import Tree, epochs_done, in_use, proposed_config, read_lines
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.naming import train_run_name
 from flows.runs.parameters import Dask, Home, Name, Parameters
@@ -52,20 +52,18 @@ def train(
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
         dask: where conversations are tokenised; null means in this process
     """
-    parameters, tokens = prepare_run(
-        Parameters(
-            name=name,
-            rows=rows,
-            target=target,
-            drafter=drafter,
-            training=training,
-            evaluation=evaluation,
-            export=export,
-            home=home,
-        ),
-        dask,
+    given = Parameters(
+        name=name,
+        rows=rows,
+        target=target,
+        drafter=drafter,
+        training=training,
+        evaluation=evaluation,
+        export=export,
+        home=home,
     )
-    trained = train_run(parameters, tokens)
+    with in_use(given.run_directory):
+        trained = train_run(*prepare_run(given, dask))
     return Completed(message=outcome(trained), data=trained)
 
 

@@ -3,7 +3,8 @@
     PREFECT_API_URL=http://127.0.0.1:4200/api python scripts/setup_automations.py
 
 Prefect sees by itself when a flow dies under a living worker. When both die, the run stays Running, and the slot of its
-deployment stays taken, until this automation has missed its heartbeats (prefect.toml: one every 30 s).
+deployment stays taken, until this automation has missed its heartbeats: one every 30 s, by prefect.toml and
+prefect.yaml. Runs of other projects on the server may send theirs less often, so only runs with our tag are watched.
 """
 
 from datetime import timedelta
@@ -15,7 +16,8 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import StateType
 
-NAME = "Mark silent runs Crashed"
+NAME = "Mark silent runs of dflash-train Crashed"
+TAG = "dflash-train"  # of every deployment in prefect.yaml; a flow run has the tags of its deployment
 
 # Five heartbeats. With 90 s, healthy runs were marked: heartbeats come late when the process is busy.
 SILENT_AFTER_S = 150
@@ -38,6 +40,9 @@ def automation() -> Automation:
                 "prefect.flow-run.Suspended",  # its process ends, and another one goes on when it is resumed
             },
             match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            match_related=ResourceSpecification(
+                {"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": ["tag"]}
+            ),
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,

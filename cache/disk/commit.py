@@ -5,9 +5,9 @@ build of any key sweeps it away, once its lock shows that nobody is at it.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,9 @@ from cache.disk.manifest import ARRAYS, Manifest
 from cache.disk.metadata import write_manifest
 from cache.disk.shard import shard_bytes
 from cache.errors import CacheError
+from cache.locks import beside, final_name, held, is_of_another_host, lock_of
+
+ANOTHER_HOSTS_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +31,30 @@ class Site:
     @classmethod
     def of(cls, home: Path, key: str) -> "Site":
         tokens = home / "tokens"
-        return cls(tokens / key, tokens / f"{key}.tmp-{os.getpid()}")
+        return cls(tokens / key, beside(tokens / key))
 
 
 @contextlib.contextmanager
 def locked(site: Site) -> Iterator[None]:
     """Hold the key's lock; waits for another builder. The kernel lets go of it when a builder dies."""
-    with _lock_file(site.final).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with held(lock_of(site.final)):
         yield
 
 
 def sweep(site: Site) -> None:
-    """Remove what killed builds left, of this key (whose lock is held) and of others that nobody builds now."""
+    """Remove what killed builds left, of this key (whose lock is held) and of others that nobody builds now.
+
+    What another machine writes to is left for a day, in case its locks are not seen here.
+    """
     for path in site.final.parent.glob("*.tmp-*"):
-        key = path.name.split(".tmp-")[0]
-        if key == site.final.name:
-            shutil.rmtree(path)
+        if is_another_hosts(path):
             continue
-        with _lock_file(path.with_name(key)).open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+        if final_name(path.name) == site.final.name:
             shutil.rmtree(path, ignore_errors=True)
+            continue
+        with held(lock_of(path), wait=False) as is_nobodys:
+            if is_nobodys:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def commit(site: Site, manifest: Manifest) -> None:
@@ -85,10 +88,18 @@ def disk_bytes(tokens: int, rows: int, itemsize: int) -> int:
     return token_bytes + shard_bytes(rows + 1, 8) + shard_bytes(rows, 1) + shard_bytes(rows, 2) + shard_bytes(rows, 8)
 
 
-def _lock_file(final: Path) -> Path:
-    locks = final.parent / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    return locks / final.name
+def is_another_hosts(path: Path) -> bool:
+    """Whether another machine wrote to this temporary directory within a day."""
+    return is_of_another_host(path.name) and time.time() - _last_change(path) < ANOTHER_HOSTS_S
+
+
+def _last_change(directory: Path) -> float:
+    """When something in it was last written, in seconds since 1970: its own time stays while its files grow."""
+    times = [0.0]
+    for path in (directory, *directory.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
 
 
 def _sync(*paths: Path) -> None:

@@ -13,7 +13,8 @@ from numpy import ndarray
 
 from cache.disk.manifest import ARRAYS, Manifest
 from cache.disk.shard import shard_bytes
-from cache.errors import CacheCorrupt, CacheIncomplete
+from cache.errors import CacheCorrupt, CacheIncomplete, CannotLock
+from cache.locks import try_lock
 
 READ_BYTES = 1 << 22
 
@@ -124,6 +125,17 @@ def file_xxh3(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _share(descriptor: int, path: Path) -> bool:
+    """Keep a cache from being taken away while it is mapped: the map keeps the file open, and with it this lock.
+
+    False when somebody is just taking it away. A file system without locks keeps nobody from reading.
+    """
+    try:
+        return try_lock(descriptor, path, shared=True)
+    except CannotLock:
+        return True
+
+
 def _map(path: Path, name: str, manifest: Manifest, maps: dict[str, mmap.mmap]) -> Shaped[ndarray, "..."]:
     """Map the flat buffer that is the front of a shard's file."""
     file = path / chunk_path(name)
@@ -135,6 +147,8 @@ def _map(path: Path, name: str, manifest: Manifest, maps: dict[str, mmap.mmap]) 
     try:
         with file.open("rb") as opened:
             found = opened.seek(0, 2)
+            if name == "ids" and not _share(opened.fileno(), path):
+                raise CacheIncomplete(f"{path}: it is being taken away. Prepare the rows again.")
             if found == expected:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:

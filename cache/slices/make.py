@@ -5,10 +5,8 @@ storage) share the work.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 from cache.errors import BadSource, CacheCorrupt, CacheMismatch
 from cache.key.code import PACKAGE, tokenising_code
 from cache.key.content import CHAT_FILES, hash_chat_files
+from cache.locks import beside, held, lock_of
 from cache.slices.collect import Tokenises, Told, pieces_of
 from cache.slices.pieces import Piece, PlacedPiece, read_pieces, write_pieces
 from cache.slices.plan import Slice, SlicePlan, num_rows_of, sizes_and_times
@@ -44,7 +43,7 @@ class Tokeniser:
         path = self._plan.path(one)
         if path.exists():
             return True
-        with _locked(path, wait=wait) as is_mine:
+        with held(lock_of(path), wait=wait) as is_mine:
             if is_mine and not path.exists():
                 self._make(one, path, told)
         return is_mine
@@ -78,7 +77,7 @@ class Tokeniser:
             self._chat = load_chat(self._plan)
         for left in path.parent.glob(f"{path.name}.tmp-*"):  # by a builder that was killed: its lock is held here
             left.unlink(missing_ok=True)
-        partial = path.with_name(f"{path.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+        partial = beside(path)
         try:
             plan = self._plan
             write_pieces(
@@ -145,17 +144,3 @@ def load_chat(plan: SlicePlan) -> Tokenises:
             "nothing writes to them; Dask workers need the same files as the flow."
         )
     return chat
-
-
-@contextlib.contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a slice's lock, or be told that another builder does; the kernel lets go of it when a builder dies."""
-    locks = path.parent / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with (locks / path.stem).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True

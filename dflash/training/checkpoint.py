@@ -9,7 +9,6 @@ The position is where the run goes on from: epochs done, steps done in the next 
 its tensors; the files are written by a thread, one checkpoint at a time.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cache.json_file import write_json
+from cache.locks import try_lock
 from dflash.errors import CheckpointCorrupt, RunLocked, StageFailed
 from dflash.files import checksum, durable_directory, write_tensors
 
@@ -237,20 +237,18 @@ def prune(directory: Path, keep: int, best: str | None = None) -> None:
 
 @contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """One writer per run directory. Raises RunLocked, by host and process of the other one.
+    """One writer per run directory. Raises RunLocked, by host and process of the other one, or CannotLock.
 
     The lock is the operating system's, so it ends with its process, however that ends.
     """
     run.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not try_lock(descriptor, run / "lock"):
             owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             raise RunLocked(
                 f"run directory {run} is being written by {owner}. Wait for it, stop it, or choose another name."
-            ) from error
+            )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield

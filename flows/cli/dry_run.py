@@ -13,7 +13,7 @@ from rich.table import Table
 from cache.json_file import read_json, write_json
 from flows.errors import BadParameter
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree
+from flows.runs.directory import Tree, in_use
 from flows.runs.parameters import Parameters, resolve_home
 from flows.show.progress import console, duration, progress_line
 from flows.stage.process import run_stage
@@ -29,7 +29,7 @@ def dry_run(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory(dir=runs, prefix=".dry-run-") as directory:
         run = Path(directory)
         write_json(run / "config.json", parameters.model_dump(mode="json"))
-        with progress_line("check") as line:
+        with in_use(run), progress_line("check") as line:
             run_stage("check", ["check", str(run), "--tokens", str(tokens)], run, line.show)
         plan = read_json(run / "plan.json")
     assert plan is not None, "a check that succeeded leaves plan.json"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.json_file import read_json, write_json
+from cache.locks import held, lock_of
 from dflash.errors import ConfigMismatch, RunLocked
 from flows.runs.parameters import Parameters
 
@@ -39,6 +40,15 @@ def proposed_config(run: Path, parameters: Parameters) -> Iterator[None]:
         if before is not None:
             write_json(path, before)
         raise
+
+
+@contextlib.contextmanager
+def in_use(run: Path) -> Iterator[None]:
+    """Until the block ends, `flows clean` keeps the run directory. Raises RunLocked where it is just deleting it."""
+    with held(lock_of(run), wait=False, shared=True) as is_kept:
+        if not is_kept:
+            raise RunLocked(f"{run} is being deleted now. Start it again, or choose another name.")
+        yield
 
 
 def read_parameters(run: Path) -> Parameters:

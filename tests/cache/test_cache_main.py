@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from cache.__main__ import main
 from cache.build import BuildProgress
 from cache.disk.store import TokenCache
+from cache.locks import held
 from cache.progress_bar import describe, progress_bar
 from cache.show import row, size_of
 
@@ -88,6 +89,8 @@ def test_list_shows_sizes_and_what_does_not_open(home: Path, capsys: pytest.Capt
 
 def test_remove_asks_first(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_in(home)
+    assert run(capsys, "remove", key, "--home", home)[:2][0] == 1, "nobody can answer here"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: "n")
     assert run(capsys, "remove", key, "--home", home)[:1] == (1,)
     assert (home / "tokens" / key).is_dir()
@@ -96,6 +99,63 @@ def test_remove_asks_first(home: Path, capsys: pytest.CaptureFixture[str], monke
     assert code == 0
     assert "2 rows" in out
     assert not [path for path in (home / "tokens").iterdir() if not path.name.startswith(".")]
+
+
+def test_remove_takes_nothing_that_no_build_wrote(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, tokens = key_in(home), home / "tokens"
+    precious = [tmp_path / "precious", tmp_path / key[:4], tokens / "precious", tokens / f"{'0' * 32}", home]
+    for place in precious[:-1]:
+        place.mkdir()
+        (place / "thesis.txt").write_text("x")
+    (tmp_path / "link").symlink_to(tokens / key)
+    (tokens / f"{'1' * 32}").symlink_to(precious[0])
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "./precious",
+        *map(str, precious),
+        tokens / "precious",
+        "0" * 32,
+        "1" * 32,
+        tokens / ("1" * 32),
+        "",
+        "*",
+    ):
+        code, _, err = run(capsys, "remove", name, "--home", home, "--yes")
+        assert code == 1, name
+        assert "precious" in err or str(name) in err
+    assert all((place / "thesis.txt").exists() for place in precious[:-1])
+    assert (tokens / key / "zarr.json").exists()
+    assert run(capsys, "remove", key[:4], "--home", home, "--yes")[0] == 0, "a key comes before a directory"
+    assert (tmp_path / key[:4] / "thesis.txt").exists()
+
+
+def test_remove_keeps_what_is_read_or_built(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = key_in(home)
+    cache = TokenCache.open(home / "tokens" / key)
+    code, _, err = run(capsys, "remove", key, "--home", home, "--yes")
+    assert (code, "reads it now" in err) == (1, True)
+    cache.verify()
+    del cache
+    with held(home / "tokens/.locks" / key):
+        code, _, err = run(capsys, "remove", key, "--home", home, "--yes")
+    assert (code, "builds it now" in err) == (1, True)
+    assert run(capsys, "remove", key, "--home", home, "--yes")[0] == 0
+
+
+def test_slices_are_listed_counted_and_dropped(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slices = home / "tokens/.slices"
+    slices.mkdir()
+    for name in ("a.arrow", "b.arrow", "c.arrow.tmp-h-1-2"):
+        (slices / name).write_bytes(b"x" * 1000)
+    assert "3 of conversations" in run(capsys, "list", "--home", home)[1]
+    assert run(capsys, "remove", "--slices", "--home", home)[0] == 1
+    assert len(list(slices.glob("*.arrow*"))) == 3
+    with held(slices / ".locks/c"):
+        code, out, _ = run(capsys, "remove", "--slices", "--home", home, "--yes")
+    assert (code, "Removed 2 slices, 2.0 kB" in out) == (0, True)
+    assert [path.name for path in slices.glob("*.arrow*")] == ["c.arrow.tmp-h-1-2"]
 
 
 def test_build_makes_a_cache_and_finds_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

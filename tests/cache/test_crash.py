@@ -20,6 +20,7 @@ from cache import build as writer
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
 from cache.errors import BadSource, CacheError
+from cache.locks import beside
 
 ROWS = [[i % 900, i % 7, 3, 4] for i in range(3000)]
 DATA = table(ROWS)
@@ -184,7 +185,7 @@ def test_a_full_disk_says_so_and_leaves_nothing(small_disk: Path) -> None:
 
 def test_leftovers_of_killed_builds_are_swept_but_not_those_of_live_ones(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
-    dead, live = tokens / f"{'0' * 32}.tmp-1", tokens / f"{'1' * 32}.tmp-2"
+    dead, live = beside(tokens / ("0" * 32)), beside(tokens / ("1" * 32))
     for path in (dead, live):
         (path / "ids").mkdir(parents=True)
     (tokens / ".locks").mkdir()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import jsonschema
 import pytest
@@ -44,11 +45,34 @@ def test_every_parameter_of_the_form_is_described(entry: dict[str, Any]) -> None
 def test_entry_is_complete(entry: dict[str, Any]) -> None:
     assert ":" not in entry["entrypoint"], "a module path: a file would put flows/ first on sys.path"
     assert entry["description"]
-    assert entry["tags"]
-    assert entry["work_pool"]["job_variables"] == {"stream_output": False}
+    assert entry["tags"][0] == "dflash-train", "the automation watches runs with this tag only"
+    variables = {"stream_output": False, "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}}
+    assert entry["work_pool"]["job_variables"] == variables
     for schedule in entry.get("schedules", []):
         assert schedule["slug"], "without a slug, deploying again turns a paused schedule on"
         assert "active" not in schedule
+
+
+def test_automation_watches_runs_of_our_deployments_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.events.schemas.events import RelatedResource
+    from prefect.server.events.schemas.automations import EventTrigger
+    from prefect.server.events.schemas.events import ReceivedEvent
+
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from setup_automations import SILENT_AFTER_S, automation
+
+    trigger = EventTrigger.model_validate(automation().trigger.model_dump(mode="json"))
+    run = {"prefect.resource.id": f"prefect.flow-run.{uuid4()}"}
+
+    def heartbeat(tag: str) -> ReceivedEvent:
+        tagged = RelatedResource({"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"})
+        moment = {"occurred": "2026-01-01T00:00:00Z", "id": uuid4(), "received": "2026-01-01T00:00:00Z"}
+        return ReceivedEvent(event="prefect.flow-run.heartbeat", resource=run, related=[tagged.model_dump()], **moment)
+
+    assert trigger.covers_resources(heartbeat("dflash-train").resource, heartbeat("dflash-train").related)
+    assert not trigger.covers_resources(heartbeat("theirs").resource, heartbeat("theirs").related)
+    every_s = int(ENTRIES[0]["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    assert 5 * every_s <= SILENT_AFTER_S
 
 
 @pytest.mark.parametrize("name", ["demo", "train", "nightly-epoch", "regenerate"])
