@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +18,15 @@ from transformers import PreTrainedConfig
 
 from cache.json_file import write_json
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
-from dflash.export.layouts import Json, TargetFacts, check_config, check_tensors, layout_config, read_drafter
+from dflash.export.layouts import (
+    Json,
+    TargetFacts,
+    check_config,
+    check_tensors,
+    layout_config,
+    read_drafter,
+    written_dtype,
+)
 from dflash.export.layouts import load_exported as load_exported  # `python -m dflash probe` asks here
 from dflash.files import durable_directory
 from dflash.model.drafter import Drafter
@@ -51,7 +58,7 @@ def export(path: Path) -> None:
     drafter = load_drafter(shape, found).eval()
     cpu = torch.device("cpu")
     embedding, head = Target.load(config.target, shape.taps, cpu).ends(cpu)
-    facts = target_facts(config.target.model, target_config)
+    facts = target_facts(config.target.model, target_config, config.target.dtype)
     written = {}
     for layout in layouts:
         if layout == "speculators":
@@ -72,13 +79,14 @@ def export(path: Path) -> None:
     run.write("export.json", {**written[first], "layout": first, "checkpoint": str(found.path), "layouts": written})
 
 
-def target_facts(name: str, config: PreTrainedConfig) -> TargetFacts:
+def target_facts(name: str, config: PreTrainedConfig, dtype: str) -> TargetFacts:
     """What the layouts say of the target."""
     return TargetFacts(
         name=name,
         architectures=list(getattr(config, "architectures", None) or []),
         bos_token_id=getattr(config, "bos_token_id", None),
         eos_token_id=getattr(config, "eos_token_id", None),
+        dtype=dtype,
     )
 
 
@@ -96,8 +104,9 @@ def refuse_other_ends(embedding: nn.Module, head: Head) -> None:
 
 def write_layout(directory: Path, drafter: Drafter, config: Json) -> None:
     """model.safetensors and config.json of one layout."""
+    dtype = written_dtype(config)
     # A view or a transposed tensor is a good weight but no good file.
-    tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
+    tensors = {name: value.detach().to(dtype).contiguous() for name, value in drafter.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_json(directory / "config.json", config)
 
@@ -115,6 +124,8 @@ def probe(drafter: Drafter) -> Tensor:
 def gate(drafter: Drafter, head: Head, directory: Path) -> float:
     """Largest difference of logits between the trainer's drafter and what a fresh process loads from `directory`.
 
+    The trainer's weights are rounded as the config says they were written; both compute in float32.
+
     Raises CheckpointCorrupt when there is one, or when something in the directory could be lost without notice.
     """
     out = directory / "probe.safetensors"
@@ -122,7 +133,9 @@ def gate(drafter: Drafter, head: Head, directory: Path) -> float:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CheckpointCorrupt(f"a fresh process could not load the exported drafter: {done.stderr[-2000:]}")
-    head = replace(head, weight=head.weight.float(), bias=None if head.bias is None else head.bias.float())
+    config = json.loads((directory / "config.json").read_text())
+    drafter = copy.deepcopy(drafter).to(written_dtype(config)).float()
+    head = head.to(torch.float32)
     with torch.no_grad():
         difference = float((head.logits(load_file(out)["hidden"]) - head.logits(probe(drafter))).abs().max())
     out.unlink()
@@ -131,9 +144,7 @@ def gate(drafter: Drafter, head: Head, directory: Path) -> float:
             f"the exported drafter differs from the trainer's by {difference:.2e}, expected at most {TOLERANCE:.0e}. "
             "Nothing was exported."
         )
-    refuse_silent_losses(
-        json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
-    )
+    refuse_silent_losses(config, load_file(directory / "model.safetensors"))
     return difference
 
 
@@ -168,7 +179,7 @@ def _key_paths(config: Json, before: tuple[str, ...] = ()) -> Iterator[tuple[str
 
 def _is_read(config: Json, tensors: dict[str, Tensor]) -> bool:
     try:
-        check_tensors(check_config(config), tensors)
+        check_tensors(check_config(config), tensors, written_dtype(config))
     except (CheckpointCorrupt, ConfigMismatch):
         return False
     return True

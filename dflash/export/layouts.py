@@ -19,6 +19,7 @@ from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.model.drafter import Drafter, DrafterShape
 
 Layout = Literal["dflash", "speculators"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Json = dict[str, Any]
 
 # Trainers and servers count layers differently: the files say how these are counted.
@@ -34,6 +35,7 @@ class TargetFacts:
     architectures: list[str]
     bos_token_id: int | None
     eos_token_id: int | list[int] | None
+    dtype: str  # of its weights, which the drafter is served in, too: servers turn another one into what they like
 
 
 def layout_config(layout: Layout, shape: DrafterShape, target: TargetFacts) -> Json:
@@ -71,7 +73,8 @@ def _speculators(shape: DrafterShape, target: TargetFacts) -> Json:
         "num_target_layers": shape.num_target_layers,
         "mask_token_id": shape.mask_token_id,
         "sample_from_anchor": False,  # slot 0 shows the anchor's token and drafts nothing
-        "sliding_window_non_causal": False,
+        # A server takes the first of is_causal and this; vLLM 0.26 and 0.27 know this alone, and false means causal.
+        "sliding_window_non_causal": True,
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
@@ -86,7 +89,7 @@ def _speculators(shape: DrafterShape, target: TargetFacts) -> Json:
             "verifier": {"name_or_path": target.name, "architectures": target.architectures},
         },
         "tie_word_embeddings": False,
-        "dtype": "float32",
+        "dtype": target.dtype,
     }
 
 
@@ -121,7 +124,7 @@ def _layers(shape: DrafterShape, target: TargetFacts) -> Json:
         "eos_token_id": target.eos_token_id,
         "initializer_range": 0.02,
         "use_cache": True,
-        "dtype": "float32",
+        "dtype": target.dtype,
     }
 
 
@@ -164,9 +167,19 @@ def check_config(value: Json) -> DrafterShape:
         architectures=_need(verifier, "architectures") if speculators else [],
         bos_token_id=_need(layers, "bos_token_id"),
         eos_token_id=_need(layers, "eos_token_id"),
+        dtype=str(written_dtype(value)).removeprefix("torch."),
     )
     _same(value, layout_config("speculators" if speculators else "dflash", shape, facts), "")
     return shape
+
+
+def written_dtype(value: Json) -> torch.dtype:
+    """The dtype that a config.json gives the drafter's tensors. Raises ConfigMismatch for one that is not written."""
+    layers = value["transformer_layer_config"] if "speculators_model_type" in value else value
+    dtype = _need(layers, "dtype")
+    if dtype not in DTYPES:
+        raise ConfigMismatch(f"config.json: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
 
 
 def load_exported(directory: Path) -> Drafter:
@@ -178,15 +191,15 @@ def load_exported(directory: Path) -> Drafter:
 
 
 def read_drafter(value: Json, tensors: dict[str, Tensor]) -> Drafter:
-    """A drafter from the contents of config.json and model.safetensors."""
+    """A drafter from the contents of config.json and model.safetensors, computing in float32."""
     shape = check_config(value)
-    check_tensors(shape, tensors)
+    check_tensors(shape, tensors, written_dtype(value))
     drafter = Drafter(shape)
     drafter.load_state_dict(tensors)
     return drafter.eval()
 
 
-def check_tensors(shape: DrafterShape, tensors: dict[str, Tensor]) -> None:
+def check_tensors(shape: DrafterShape, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Raise CheckpointCorrupt for a missing or extra tensor, or one of another shape or dtype."""
     with torch.device("meta"):
         expected = Drafter(shape).state_dict()
@@ -194,10 +207,10 @@ def check_tensors(shape: DrafterShape, tensors: dict[str, Tensor]) -> None:
     if missing or extra:
         raise CheckpointCorrupt(f"model.safetensors: missing {missing}, unexpected {extra}.")
     for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
+        if tensor.shape != expected[name].shape or tensor.dtype != dtype:
             raise CheckpointCorrupt(
                 f"model.safetensors: {name} is {tensor.dtype} {tuple(tensor.shape)}, config.json means "
-                f"{expected[name].dtype} {tuple(expected[name].shape)}."
+                f"{dtype} {tuple(expected[name].shape)}."
             )
 
 

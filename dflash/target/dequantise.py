@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cache.json_file import read_json, write_json
 from dflash.errors import TargetMismatch
 from dflash.files import durable_directory
 
@@ -35,6 +36,17 @@ def dequantise(file: Path, home: Path) -> Path:
     model.hf_quantizer = None
     with durable_directory(directory) as partial:
         model.save_pretrained(partial)
+        _say_theta_twice(partial / "config.json")
         tokenizer.save_pretrained(partial)
         (partial / "source.json").write_text(json.dumps({"file": file.name, "sha256": digest}))
     return directory
+
+
+def _say_theta_twice(file: Path) -> None:
+    """Positions where older readers look, too: transformers 4 knows no rope_parameters and takes θ = 10,000."""
+    config = read_json(file) or {}
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" in rope:
+        theta = rope.pop("rope_theta")
+        scaling = None if rope.get("rope_type", "default") == "default" else rope
+        write_json(file, {**config, "rope_theta": theta, "rope_scaling": scaling})

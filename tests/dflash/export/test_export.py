@@ -35,8 +35,8 @@ def one() -> Toy:
     return toy(dtype=torch.float32)
 
 
-def config_of(one: Toy, layout: Any = "dflash") -> dict[str, Any]:
-    return layout_config(layout, one.drafter.shape, target_facts("some/target", one.target.model.config))
+def config_of(one: Toy, layout: Any = "dflash", dtype: str = "float32") -> dict[str, Any]:
+    return layout_config(layout, one.drafter.shape, target_facts("some/target", one.target.model.config, dtype))
 
 
 @pytest.fixture
@@ -141,6 +141,26 @@ def test_a_fresh_process_that_cannot_load_is_an_error(
         gate(one.drafter, one.ends[1], tmp_path)
 
 
+def test_the_drafter_is_written_in_the_targets_dtype(run: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang resolves each model by itself: float32 becomes float16, beside a bfloat16 target."""
+    in_this_process(monkeypatch)
+    tree = json.loads((run / "config.json").read_text())
+    tree["target"]["dtype"] = "bfloat16"
+    (run / "config.json").write_text(json.dumps(tree))
+    export(run)
+    for layout in ("dflash", "speculators"):
+        directory = run / "export" / layout
+        config = json.loads((directory / "config.json").read_text())
+        tensors = load_file(directory / "model.safetensors")
+        said = {config["dtype"], config.get("transformer_layer_config", config)["dtype"]}
+        assert said == {"bfloat16"}
+        assert all(torch.equal(tensors[name], value.bfloat16()) for name, value in one.drafter.state_dict().items())
+        config["dtype"] = config.get("transformer_layer_config", config)["dtype"] = "float32"
+        (directory / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointCorrupt, match=r"is torch.bfloat16 .* config.json means torch.float32"):
+            load_exported(directory)
+
+
 def test_a_value_beyond_fp16_survives(tmp_path: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
     with torch.no_grad():
@@ -187,7 +207,7 @@ def test_the_gate_notices_a_reader_that_forgives(one: Toy, monkeypatch: pytest.M
     with pytest.raises(CheckpointCorrupt, match=r"would load without \['architectures'"):
         refuse_silent_losses(config_of(one), tensors)
     monkeypatch.undo()
-    monkeypatch.setattr(dflash.export.export, "check_tensors", lambda shape, tensors: None)
+    monkeypatch.setattr(dflash.export.export, "check_tensors", lambda shape, tensors, dtype: None)
     with pytest.raises(CheckpointCorrupt, match=r"would load without \['fc.weight'"):
         refuse_silent_losses(config_of(one), tensors)
 

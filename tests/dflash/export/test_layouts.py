@@ -14,7 +14,7 @@ from dflash.errors import CheckpointCorrupt, ConfigMismatch, DflashError
 from dflash.export.layouts import Layout, TargetFacts, check_config, layout_config, read_config, read_drafter
 from dflash.model.drafter import DrafterShape
 
-FACTS = TargetFacts("some/target", ["LlamaForCausalLM"], 0, [2, 5])
+FACTS = TargetFacts("some/target", ["LlamaForCausalLM"], 0, [2, 5], "float32")
 LAYOUTS: list[Layout] = ["dflash", "speculators"]
 
 
@@ -91,6 +91,14 @@ def test_block_of_8_means_7_drafts_everywhere() -> None:
     assert speculators["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
     assert speculators["block_size"] == layout_config("dflash", eight, FACTS)["block_size"] == 8
     assert speculators["sample_from_anchor"] is False
+
+
+def test_no_server_takes_the_block_for_causal() -> None:
+    """vLLM 0.26 and 0.27 know sliding_window_non_causal alone, later ones and the dflash layout is_causal."""
+    speculators = layout_config("speculators", shape(), FACTS)
+    assert speculators["sliding_window_non_causal"] is True
+    assert speculators["transformer_layer_config"]["is_causal"] is False
+    assert layout_config("dflash", shape(), FACTS)["is_causal"] is False
 
 
 def test_tap_i_is_hidden_states_i_plus_1_on_both_sides() -> None:

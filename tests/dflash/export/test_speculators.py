@@ -75,7 +75,7 @@ def test_its_converter_and_its_loader_give_our_logits(tmp_path: Path, rope: dict
 
     one = toy(dtype=torch.float32, model=llama(**({"rope_parameters": rope} if rope else {})))
     one.target.model.save_pretrained(tmp_path / "target")
-    facts = target_facts(str(tmp_path / "target"), one.target.model.config)
+    facts = target_facts(str(tmp_path / "target"), one.target.model.config, "float32")
     for layout in ("dflash", "speculators"):
         (tmp_path / layout).mkdir()
         write_layout(tmp_path / layout, one.drafter, layout_config(layout, one.drafter.shape, facts))
@@ -109,4 +109,11 @@ def test_its_converter_and_its_loader_give_our_logits(tmp_path: Path, rope: dict
     }
 
 
-_THEIR_OWN = {"auto_map", "transformers_version", "speculators_version", "transformer_layer_config"}
+# Its converter writes sliding_window_non_causal: false, which vLLM 0.26 and 0.27 take for a causal block.
+_THEIR_OWN = {
+    "auto_map",
+    "sliding_window_non_causal",
+    "transformers_version",
+    "speculators_version",
+    "transformer_layer_config",
+}
