@@ -138,9 +138,9 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         from safetensors.torch import save_file
 
-        from dflash.export.export import load_exported, probe
+        from dflash.export.export import load_any, probe
 
-        save_file({"hidden": probe(load_exported(arguments.directory))}, arguments.out)
+        save_file({"hidden": probe(load_any(arguments.directory))}, arguments.out)
     return 0
 
 

@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cache.config import RowsConfig
 
+GgufType = Literal["float16", "bfloat16", "float32", "q8_0"]
+
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -125,8 +127,13 @@ class EvaluationConfig(_Model):
 class ExportConfig(_Model):
     """Parameters of export (`export` in the tree)."""
 
-    layouts: list[Literal["dflash", "speculators"]] = Field(
-        ["dflash"], description="served layouts to write: as the public checkpoints, or for speculators", min_length=1
+    layouts: list[Literal["dflash", "speculators", "gguf"]] = Field(
+        ["dflash"],
+        description="served layouts to write: as the public checkpoints, for speculators, or a file for llama.cpp",
+        min_length=1,
+    )
+    gguf_type: GgufType | None = Field(
+        None, description="type of the matrices in GGUF files; null: bfloat16 as the target, or float16"
     )
     path: str | None = Field(None, description="directory to write to; None: export/ in the run directory")
 

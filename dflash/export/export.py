@@ -18,16 +18,18 @@ from transformers import PreTrainedConfig
 
 from cache.json_file import write_json
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
+from dflash.export.gguf_drafter import load_gguf_drafter, rounded_drafter
+from dflash.export.gguf_layout import DRAFTER, TARGET, gguf_type, write_gguf_layout
 from dflash.export.layouts import (
     Json,
     TargetFacts,
     check_config,
     check_tensors,
     layout_config,
+    load_exported,
     read_drafter,
     written_dtype,
 )
-from dflash.export.layouts import load_exported as load_exported  # `python -m dflash probe` asks here
 from dflash.files import durable_directory
 from dflash.model.drafter import Drafter
 from dflash.model.head import Head
@@ -57,23 +59,33 @@ def export(path: Path) -> None:
     progress = ProgressFile(run, "export", 2 * len(layouts), "parts")
     drafter = load_drafter(shape, found).eval()
     cpu = torch.device("cpu")
-    embedding, head = Target.load(config.target, shape.taps, cpu).ends(cpu)
+    target = Target.load(config.target, shape.taps, cpu)
+    embedding, head = target.ends(cpu)
     facts = target_facts(config.target.model, target_config, config.target.dtype)
-    written = {}
+    written: dict[str, Json] = {}
     for layout in layouts:
         if layout == "speculators":
             refuse_other_ends(embedding, head)
         final = base / layout
         with durable_directory(final) as partial:
-            write_layout(partial, drafter, layout_config(layout, shape, facts))
-            progress.advance(f"{layout} written")
-            difference = gate(drafter, head, partial)
+            more: Json = {}
+            if layout == "gguf":
+                kind = gguf_type(config.export, config.target)
+                beside = write_gguf_layout(partial, drafter, target.model, config.target, kind)
+                more = {"type": kind, "drafter": str(final / DRAFTER), "target": str(beside or final / TARGET)}
+                progress.advance("gguf written")
+                difference = compare_hidden(rounded_drafter(drafter, kind), head, partial)
+            else:
+                write_layout(partial, drafter, layout_config(layout, shape, facts))
+                progress.advance(f"{layout} written")
+                difference = gate(drafter, head, partial)
         progress.advance(f"{layout} loaded back")
         written[layout] = {
             "path": str(final),
             "max_logit_difference": difference,
             "tensors": len(drafter.state_dict()),
             "size_bytes": sum(file.stat().st_size for file in final.iterdir()),
+            **more,
         }
     first = layouts[0]
     run.write("export.json", {**written[first], "layout": first, "checkpoint": str(found.path), "layouts": written})
@@ -111,6 +123,12 @@ def write_layout(directory: Path, drafter: Drafter, config: Json) -> None:
     write_json(directory / "config.json", config)
 
 
+def load_any(directory: Path) -> Drafter:
+    """A drafter from any served layout alone; raises what `load_exported` does."""
+    file = directory / DRAFTER
+    return load_gguf_drafter(file) if file.is_file() else load_exported(directory)
+
+
 def probe(drafter: Drafter) -> Tensor:
     """Final hidden states of seeded inputs, the same in every process."""
     shape = drafter.shape
@@ -128,13 +146,22 @@ def gate(drafter: Drafter, head: Head, directory: Path) -> float:
 
     Raises CheckpointCorrupt when there is one, or when something in the directory could be lost without notice.
     """
+    config = json.loads((directory / "config.json").read_text())
+    difference = compare_hidden(copy.deepcopy(drafter).to(written_dtype(config)).float(), head, directory)
+    refuse_silent_losses(config, load_file(directory / "model.safetensors"))
+    return difference
+
+
+def compare_hidden(drafter: Drafter, head: Head, directory: Path) -> float:
+    """Largest difference of logits between a drafter in float32 and what a fresh process loads from `directory`.
+
+    Raises CheckpointCorrupt when there is one.
+    """
     out = directory / "probe.safetensors"
     command = [sys.executable, "-m", "dflash", "probe", str(directory), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CheckpointCorrupt(f"a fresh process could not load the exported drafter: {done.stderr[-2000:]}")
-    config = json.loads((directory / "config.json").read_text())
-    drafter = copy.deepcopy(drafter).to(written_dtype(config)).float()
     head = head.to(torch.float32)
     with torch.no_grad():
         difference = float((head.logits(load_file(out)["hidden"]) - head.logits(probe(drafter))).abs().max())
@@ -144,7 +171,6 @@ def gate(drafter: Drafter, head: Head, directory: Path) -> float:
             f"the exported drafter differs from the trainer's by {difference:.2e}, expected at most {TOLERANCE:.0e}. "
             "Nothing was exported."
         )
-    refuse_silent_losses(config, load_file(directory / "model.safetensors"))
     return difference
 
 

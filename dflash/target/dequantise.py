@@ -38,7 +38,8 @@ def dequantise(file: Path, home: Path) -> Path:
         model.save_pretrained(partial)
         _say_theta_twice(partial / "config.json")
         tokenizer.save_pretrained(partial)
-        (partial / "source.json").write_text(json.dumps({"file": file.name, "sha256": digest}))
+        source = {"file": file.name, "path": str(file.resolve()), "sha256": digest}
+        (partial / "source.json").write_text(json.dumps(source))
     return directory
 
 

@@ -1,7 +1,9 @@
 """Tiny random targets and drafters for tests of decoding, evaluation and export: made in milliseconds, float64."""
 
+import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,3 +99,23 @@ def greedy(target: Target, prompt: Tensor, count: int) -> Tensor:
         for _ in range(count):
             ids = torch.cat([ids, target.model(ids[None]).logits[0, -1].argmax(-1, keepdim=True)])
     return ids
+
+
+def save_tokenizer(directory: Path, pre: dict[str, Any] | None = None) -> None:
+    """A byte-level BPE of VOCABULARY ids; the last row of the toy's embedding has no token."""
+    vocab = {chr(97 + i): i for i in range(4, VOCABULARY - 2)} | {"ef": VOCABULARY - 2}
+    special = {"id": STOP, "content": "<end>", "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tree = {
+        "version": "1.0",
+        "added_tokens": [special | flags],
+        "pre_tokenizer": pre
+        or {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocab | {"<end>": STOP}, "merges": ["e f"]},
+    }
+    directory.mkdir(exist_ok=True)
+    (directory / "tokenizer.json").write_text(json.dumps(tree))
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}'
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_toys import STOP, Toy, llama, toy
+from decoding_toys import STOP, Toy, llama, save_tokenizer, toy
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GenerationConfig
@@ -43,6 +43,7 @@ def config_of(one: Toy, layout: Any = "dflash", dtype: str = "float32") -> dict[
 def run(tmp_path: Path, one: Toy) -> Path:
     """A run of one checkpoint, of a drafter for a target on disk."""
     one.target.model.save_pretrained(tmp_path / "target")
+    save_tokenizer(tmp_path / "target")
     path = tmp_path / "run"
     path.mkdir()
     shape = one.drafter.shape
@@ -74,12 +75,20 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], No
     monkeypatch.setattr(dflash.export.export.subprocess, "run", load)
 
 
-def test_both_layouts_are_reloaded_in_a_fresh_process(run: Path, one: Toy) -> None:
+def test_every_layout_is_reloaded_in_a_fresh_process(run: Path, one: Toy) -> None:
+    tree = json.loads((run / "config.json").read_text())
+    tree["export"]["layouts"].append("gguf")
+    (run / "config.json").write_text(json.dumps(tree))
     export(run)
     said = json.loads((run / "export.json").read_text())
     assert said["layout"] == "dflash"
     assert said["max_logit_difference"] == 0.0
-    assert list(said["layouts"]) == ["dflash", "speculators"]
+    assert list(said["layouts"]) == ["dflash", "speculators", "gguf"]
+    gguf = said["layouts"].pop("gguf")
+    assert gguf["max_logit_difference"] == 0.0
+    assert gguf["type"] == "float16"
+    assert [Path(gguf[what]).name for what in ("drafter", "target")] == ["drafter.gguf", "target.gguf"]
+    assert {str(file) for file in (run / "export" / "gguf").iterdir()} == {gguf["drafter"], gguf["target"]}
     for layout, facts in said["layouts"].items():
         directory = run / "export" / layout
         assert facts["path"] == str(directory)
