@@ -5,8 +5,7 @@
 Warm, one thread: `gather` copies each row's slice into leased int32 and uint8 buffers. Peers get the same rows from the
 same memory maps: slices with `pad_sequence` (a good peer), and lists through `torch.tensor` (what people write first).
 Cold: the cache's files are not in memory; a plain map waits for the disk once a page, `prefetch` asks for every row at
-once and `gather` then waits for the last. Times are medians over batches of random rows. `padding_efficiency` is that
-of an epoch plan at 24,576 tokens a batch over these lengths. The last line is JSON.
+once and `gather` then waits for the last. Times are medians over batches of random rows. The last line is JSON.
 """
 
 import argparse
@@ -27,7 +26,6 @@ import torch
 from _rows import MAX_TOKENS, VOCABULARY, arrow_stream, drop_from_memory
 from torch.nn.utils.rnn import pad_sequence
 
-from cache.batches.epoch import plan_epoch
 from cache.batches.gather import Buffers, gather, prefetch
 from cache.build import build
 from cache.config import RowsConfig
@@ -66,7 +64,6 @@ def main() -> None:
                 times[name].append(timed(run, batch))
     found = {name: statistics.median(measured) * 1e3 for name, measured in times.items()}
     cold = cold_times(path)
-    plan = plan_epoch(store.lengths, store.rows(0), tokens_per_batch=24_576, seed=0, epoch=0)
 
     print(f"{ROWS} rows, ids and mask, one thread; {given.rows:,} rows in the cache\n")
     for name, milliseconds in (found | cold).items():
@@ -77,7 +74,6 @@ def main() -> None:
         "vs_pad_sequence": round(found["slices and pad_sequence"] / padded, 1),
         "vs_lists": round(found["lists and torch.tensor"] / padded, 1),
         "cold_vs_plain": round(cold["cold, plain map"] / cold["cold, prefetch"], 1),
-        "padding_efficiency": round(plan.padding_efficiency(store.lengths), 4),
     }
     print(json.dumps(result))
 

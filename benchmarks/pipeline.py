@@ -3,11 +3,11 @@
     python benchmarks/pipeline.py [--batches 150] [--scale 1.0] [--only devices|cpu] [--target DIR]
 
 Devices are simulated at the proportions of the run behind this project: 3 targets of 480 ms and a drafter of 150 ms a
-micro-batch, log-normal (σ 0.2), 10 % of each stage's time holding the interpreter lock. Rows are as long as its
-902,087; reading them is this project's own gather. What counts begins after 20 micro-batches. Then the real stages on
-this machine's cores with SmolLM2-135M, against target alone and drafter alone on the same micro-batches.
+pass, log-normal (σ 0.2), 10 % of each stage's time holding the interpreter lock. Rows are as long as its
+902,087; reading them is this project's own gather. What counts begins after 20 passes. Then the real stages on
+this machine's cores with SmolLM2-135M, against target alone and drafter alone on the same passes.
 Goals: targets ≥ 98 % busy, throughput ≥ 97 % of the bottleneck's own, reads < 1 % of a target's time, overhead
-< 0.3 ms a micro-batch, flat memory, CPU wall time ≤ 1.05 × (target alone + drafter alone). Last line: JSON.
+< 0.3 ms a pass, flat memory, CPU wall time ≤ 1.05 × (target alone + drafter alone). Last line: JSON.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def new_plan(store: TokenCache, **training: Any) -> TrainPlan:
 
 
 def simulate(plan: TrainPlan, batches: int, target_s: float, drafter_s: float) -> dict[str, Any]:
-    """Run so many micro-batches after the warm-up; what the stages did in that time."""
+    """Run so many passes after the warm-up; what the stages did in that time."""
     targets = [SimulatedTarget(target_s, seed) for seed in range(TARGETS)]
     trainer = SimulatedTrainer(drafter_s, TARGETS)
     pipeline = SimulatedPipeline(plan, trainer, targets)
@@ -146,7 +146,7 @@ def simulate(plan: TrainPlan, batches: int, target_s: float, drafter_s: float) -
     pipeline.run(0, 0, 1, on_step)
     window = seen[0]["wall"], seen[1]["wall"]
     change = {name: seen[1][name] - seen[0][name] for name in seen[0]}
-    own = max(change["nominal"] / change["done"] / TARGETS, change["drafter"] / batches)  # seconds a micro-batch
+    own = max(change["nominal"] / change["done"] / TARGETS, change["drafter"] / batches)  # seconds a pass
     return {
         "targets_busy": round(statistics.mean(t.busy(*window) for t in targets) / change["wall"], 4),
         "vs_bottleneck": round(own * batches / change["wall"], 4),
@@ -157,18 +157,18 @@ def simulate(plan: TrainPlan, batches: int, target_s: float, drafter_s: float) -
 
 
 def overhead_ms(store: TokenCache, batches: int) -> float:
-    """Milliseconds that a micro-batch takes when no stage does anything."""
-    plan = new_plan(store, tokens_per_batch=4096)
-    position, rows = next(plan.micro_batches(0, 0, 1))
+    """Milliseconds that a pass takes when no stage does anything."""
+    plan = new_plan(store, tokens_per_step=4096)
+    position, rows = next(plan.passes(0, 0, 1))
     batch = plan.make_batch(position, rows, Buffers(plan.buffer_tokens))
     plan.make_batch = lambda *_: batch  # type: ignore[method-assign]
     return statistics.median(simulate(plan, batches, 0.0, 0.0)["wall_ms"] for _ in range(3))
 
 
 def read_ms(plan: TrainPlan, batches: int) -> float:
-    """Milliseconds of reading one micro-batch: prefetch and gather, each page for the first time."""
+    """Milliseconds of reading one pass: prefetch and gather, each page for the first time."""
     times, buffers = [], Buffers(plan.buffer_tokens)
-    for _, rows in islice(plan.micro_batches(0, 0, 1), 1000, 1000 + batches):
+    for _, rows in islice(plan.passes(0, 0, 1), 1000, 1000 + batches):
         start = time.perf_counter()
         prefetch(plan.store, rows)
         gather(plan.store, rows, buffers)
@@ -182,8 +182,8 @@ def private_bytes() -> int:
 
 
 def growth_bytes(store: TokenCache, batches: int) -> int:
-    """Growth of private memory between a fifth and the end of so many micro-batches with real reads."""
-    plan, trainer, seen = new_plan(store, tokens_per_batch=8192), SimulatedTrainer(0.0, 0), []
+    """Growth of private memory between a fifth and the end of so many passes with real reads."""
+    plan, trainer, seen = new_plan(store, tokens_per_step=8192), SimulatedTrainer(0.0, 0), []
     pipeline = SimulatedPipeline(plan, trainer, [SimulatedTarget(0.0, 0)])
 
     def on_step(report: PendingReport) -> bool:
@@ -196,24 +196,24 @@ def growth_bytes(store: TokenCache, batches: int) -> int:
 
 
 def on_cpu(directory: Path, path: Path | None, batches: int, rounds: int) -> dict[str, float]:
-    """Seconds of target and drafter alone and of the pipeline, on the same micro-batches; medians of the rounds."""
+    """Seconds of target and drafter alone and of the pipeline, on the same passes; medians of the rounds."""
     torch.set_num_threads(cpu_threads())
     settings = DrafterConfig(layers=2, block_size=8, taps=3, mask_token_id=16)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if path else LlamaForCausalLM(SMOLLM2)
     shape = drafter_shape(settings, model.config)
     target = Target(model, shape.taps)
-    training = TrainingConfig(epochs=1, tokens_per_batch=256, anchors=24)
+    training = TrainingConfig(epochs=1, tokens_per_step=200, anchors=24)
     trainer = Trainer(new_drafter(shape, settings, target, seed=0), *target.ends(CPU), training)
-    store = sparse_cache(directory, np.full(2 * batches, 100))  # two rows a micro-batch
+    store = sparse_cache(directory, np.full(2 * batches, 100))  # two rows a pass
     plan = TrainPlan(store, RunConfig(target=TargetConfig(model="-"), drafter=settings, training=training))
-    work = list(plan.micro_batches(0, 0, 1))
+    work = list(plan.passes(0, 0, 1))
     items = [plan.make_batch(position, rows, Buffers(plan.buffer_tokens)) for position, rows in work]
     seconds: list[dict[str, float]] = []
     for warm in (True, *[False] * rounds):
         start = time.perf_counter()
         features = [target.features(batch.ids) for batch in items]
         middle = time.perf_counter()
-        for step, batch, values in zip(plan.work(0, 0, 1), items, features, strict=True):
+        for step, batch, values in zip(plan.work(0, 0, 1), items, features, strict=True):  # of one pass each
             trainer.accumulate(FeatureBatch(batch, values))
             trainer.step(step)
         end = time.perf_counter()
@@ -228,7 +228,7 @@ def on_cpu(directory: Path, path: Path | None, batches: int, rounds: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, default=150, help="micro-batches that count")
+    parser.add_argument("--batches", type=int, default=150, help="passes that count")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the simulated times")
     parser.add_argument("--only", choices=["devices", "cpu"], help="the simulated devices, or the real stages")
     parser.add_argument("--target", type=Path, help="SmolLM2-135M; by default the demo's below $DFLASH_HOME/targets")

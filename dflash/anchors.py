@@ -1,11 +1,14 @@
 """Where blocks start, what their slots should predict, and how much each slot counts. numpy, pure."""
 
+from itertools import pairwise
+
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Int64, UInt8
+from jaxtyping import Bool, Float32, Int32, Int64, Integer, UInt8
 from numpy import ndarray
 
 LENGTH_BINS = 24  # of rows: bin i holds lengths in (2^(i−1), 2^i], the last one whatever is longer, too
 
+_READ_TOKENS = 1 << 24  # of a mask at once
 _ANCHORS = 1  # counter word that keeps a row's anchors apart from the epoch's permutation
 
 
@@ -21,6 +24,27 @@ def legal_anchors(mask: UInt8[ndarray, " T"]) -> Bool[ndarray, " T"]:
     return legal
 
 
+def count_legal(mask: UInt8[ndarray, " T"], offsets: Int64[ndarray, " R+1"]) -> Int32[ndarray, " R"]:
+    """Legal anchors of every row of a token cache, read once from front to back."""
+    counts = np.zeros(offsets.size - 1, dtype=np.int32)
+    cuts = np.searchsorted(offsets, np.arange(0, int(offsets[-1]), _READ_TOKENS))  # of rows that are read together
+    for first, last in pairwise(np.unique([*cuts, offsets.size - 1]).tolist()):
+        start, stop = int(offsets[first]), int(offsets[last])
+        supervised = mask[start:stop].astype(bool)
+        legal = supervised.copy()
+        legal[:-1] &= supervised[1:]
+        legal[offsets[first + 1 : last + 1] - 1 - start] = False  # the last token of a row has no next one
+        counts[first:last] = np.add.reduceat(legal, offsets[first:last] - start, dtype=np.int32)
+    return counts
+
+
+def num_drawn(legal: Integer[ndarray, " *R"], anchors: int | float) -> Integer[ndarray, " *R"]:
+    """How many anchors are drawn of so many legal ones: at most a number, or a share of them, at least one."""
+    wanted = np.maximum(1, np.rint(anchors * legal)).astype(legal.dtype) if isinstance(anchors, float) else anchors
+    drawn: Integer[ndarray, " *R"] = np.minimum(legal, wanted)
+    return drawn
+
+
 def draw_anchors(
     mask: UInt8[ndarray, " T"], *, anchors: int | float, seed: int, epoch: int, row: int
 ) -> Int64[ndarray, " A"]:
@@ -29,15 +53,14 @@ def draw_anchors(
     Depends on (seed, epoch, row) alone, so that regrouping rows into batches changes no anchor.
     """
     positions = np.flatnonzero(legal_anchors(mask))
-    if isinstance(anchors, float):
-        anchors = max(1, round(anchors * positions.size))
-    if positions.size <= anchors:
+    size = int(num_drawn(np.array(positions.size), anchors))
+    if size == positions.size:
         return positions
     # Each position has a raw word of the counter-based generator, and those with the smallest are drawn: numpy promises
     # that these words never change, unlike Generator.choice.
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, row, _ANCHORS]).random_raw(positions.size)
-    largest = np.partition(words, anchors - 1)[anchors - 1]
-    drawn: Int64[ndarray, " A"] = positions[words <= largest][:anchors]
+    largest = np.partition(words, size - 1)[size - 1]
+    drawn: Int64[ndarray, " A"] = positions[words <= largest][:size]
     return drawn
 
 

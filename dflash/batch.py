@@ -7,24 +7,24 @@ L bins of row lengths (`dflash/anchors.py`).
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int32, Int64
+from jaxtyping import Float, Float32, Int32, Int64
 from numpy import ndarray
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step: its place in the plan and the micro-batches that this process computes of it."""
+    """One optimizer step: its place in the plan, and in how many passes this process computes its rows of it."""
 
     epoch: int
     step: int  # in the epoch
     steps_in_epoch: int
-    indices: tuple[int, ...]  # micro-batches in the epoch; other processes have the others, so there may be none
+    num_passes: int  # other processes have other rows, so there may be none
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a micro-batch stands: epoch, step in the epoch, micro-batch in the epoch."""
+    """Where a pass stands: epoch, step in the epoch, pass of this process in the step."""
 
     epoch: int
     step: int
@@ -33,18 +33,17 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """One micro-batch: a pure function of (token cache, parameters, seed, epoch, index)."""
+    """The rows of one pass: a pure function of (token cache, parameters, seed, epoch, rows)."""
 
     position: Position
     row_ids: Int64[ndarray, " B"]
     ids: Int32[Tensor, "B S"]
     lengths: Int32[ndarray, " B"]
     anchor: Int32[Tensor, "B A"]
-    valid: Bool[Tensor, "B A"]
     labels: Int32[Tensor, "B A K"]
     weights: Float32[Tensor, "B A K"]
     counted: Int64[Tensor, " n"]  # flat numbers of the slots with a weight
-    padded: int  # B·S
+    slots: int  # of anchors that were drawn
     coverage: Int64[ndarray, "2 L"]  # by length of row: supervised tokens that a block covered, and all
 
     @property
@@ -52,10 +51,20 @@ class TrainBatch:
         """Tokens without padding."""
         return int(self.lengths.sum())
 
+    @property
+    def padded(self) -> int:
+        """B·S."""
+        return self.lengths.size * int(self.lengths.max())
+
+    @property
+    def padded_slots(self) -> int:
+        """B·A·K."""
+        return self.labels.numel()
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch:
-    """A micro-batch and the target's features of it, on the drafter's device.
+    """The rows of a pass and the target's features of it, on the drafter's device.
 
     Its ids are gone: they lay in leased memory, which has been given back.
     """
@@ -80,6 +89,8 @@ class StepReport:
     supervised_by_length: tuple[float, ...]
     tokens: int
     padded: int
+    slots: int
+    padded_slots: int
     lr: float
     grad_norm: float
     skipped: bool  # no slot counted, or loss or gradient not finite: nothing was changed

@@ -1,8 +1,8 @@
 """Parameters of target, drafter, training, evaluation, export and generation: one tree, the same names everywhere."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from cache.config import RowsConfig
 
@@ -47,8 +47,11 @@ class TrainingConfig(_Model):
     """Parameters of training (`training` in the tree)."""
 
     epochs: int = Field(6, description="passes over the rows", ge=1)
-    tokens_per_batch: int = Field(24_576, description="B·S of one micro-batch, padding included, in tokens", ge=1)
-    batches_per_step: int = Field(1, description="G: micro-batches of one optimizer step", ge=1)
+    tokens_per_step: int = Field(
+        24_576,
+        description="rows of one optimizer step, about, in tokens without padding; the same on any machine",
+        ge=1,
+    )
     anchors: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] = Field(
         512, description="anchors of a row in one epoch: at most so many, or (0.25, 1.0) a share of its legal positions"
     )
@@ -73,8 +76,11 @@ class TrainingConfig(_Model):
     processes: int = Field(
         1,
         description="processes of one machine that a flow starts for this run, by torchrun; they share out its GPUs "
-        "and the micro-batches of a step",
+        "and the rows of a step",
         ge=1,
+    )
+    pass_slots: int | None = Field(
+        None, description="slots of one forward and backward pass at most, padding included; None: as many as fit", ge=1
     )
     epochs_per_run: int | None = Field(None, description="end this run after so many epochs; the next goes on", ge=1)
     stop_after_s: float | None = Field(None, description="end this run after so many seconds; the next goes on", gt=0)
@@ -89,20 +95,12 @@ class TrainingConfig(_Model):
     log_every_steps: int = Field(10, description="steps between lines of metrics.jsonl", ge=1)
     keep: int = Field(3, description="newest checkpoints kept, beside the first and the best", ge=1)
 
-    @model_validator(mode="after")
-    def _every_process_has_work(self) -> Self:
-        if self.processes > self.batches_per_step:
-            raise ValueError(
-                f"processes={self.processes} is more than batches_per_step={self.batches_per_step}, the micro-batches "
-                "that they share out; a multiple keeps all of them busy"
-            )
-        return self
-
 
 # Training parameters that say how long and how often and where features lie, not what is learned.
 NOT_LEARNED = (
     "features",
     "processes",
+    "pass_slots",
     "epochs_per_run",
     "stop_after_s",
     "checkpoint_every_steps",

@@ -15,27 +15,29 @@ class StepSums:
 
     loss            Σ w·CE                     weight          Σ w
     stop            processes asked to stop    tokens, padded  of the rows, without and with padding
-    covered, supervised  tokens by bin of row lengths     right, counted  slots by their place in the block
+    slots, padded_slots  likewise              right, counted  slots by their place in the block
+    covered, supervised  tokens by bin of row lengths
     """
 
     def __init__(self, vector: Float[Tensor, " n"], slots: int) -> None:
-        sizes = {"loss": 1, "weight": 1, "stop": 1, "tokens": 1, "padded": 1}
+        sizes = {"loss": 1, "weight": 1, "stop": 1, "tokens": 1, "padded": 1, "slots": 1, "padded_slots": 1}
         sizes |= {"covered": LENGTH_BINS, "supervised": LENGTH_BINS, "right": slots, "counted": slots}
         self.vector, self.slots = vector, slots
         self._views: dict[str, Tensor] = dict(zip(sizes, torch.split(vector, list(sizes.values())), strict=True))
-        self._from_host = vector[3 : 5 + 2 * LENGTH_BINS]  # tokens, padded, covered, supervised: one copy
+        self._from_host = vector[3 : 7 + 2 * LENGTH_BINS]  # from tokens to supervised: one copy
 
     @classmethod
     def zeros(cls, slots: int, device: torch.device) -> "StepSums":
         """Those of a step that has not begun."""
-        return cls(torch.zeros(5 + 2 * LENGTH_BINS + 2 * slots, dtype=torch.float64, device=device), slots)
+        return cls(torch.zeros(7 + 2 * LENGTH_BINS + 2 * slots, dtype=torch.float64, device=device), slots)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
 
     def add(self, loss: Tensor, weight: Tensor, right: Tensor, counted: Tensor, batch: TrainBatch) -> None:
         """One pass: Σ w·CE and Σ w, `right` and `counted` slots by place, and the counts of its rows."""
-        counts = torch.tensor([batch.tokens, batch.padded, *batch.coverage.ravel().tolist()], dtype=torch.float64)
+        sizes = (batch.tokens, batch.padded, batch.slots, batch.padded_slots)
+        counts = torch.tensor([*sizes, *batch.coverage.ravel().tolist()], dtype=torch.float64)
         if self.vector.device.type == "cuda":
             counts = counts.pin_memory().to(self.vector.device, non_blocking=True)
         self["loss"].add_(loss.detach())
@@ -84,6 +86,8 @@ class PendingReport:
             supervised_by_length=tuple(sums["supervised"].tolist()),
             tokens=int(sums["tokens"].item()),
             padded=int(sums["padded"].item()),
+            slots=int(sums["slots"].item()),
+            padded_slots=int(sums["padded_slots"].item()),
             lr=self.lr,
             grad_norm=norm,
             skipped=bool(skipped),

@@ -1,4 +1,4 @@
-"""A batch of rows as padded arrays, in leased buffers: slice copies only, no torch operation, no allocation.
+"""The rows of a pass as padded arrays, in leased buffers: slice copies only, no torch operation, no allocation.
 
 One copy a row and array is the fastest way there is in numpy (a fancy index costs five times as much), and torch's
 own threads would make it slower on a loaded host. Padding is on the right, with 0.
@@ -43,7 +43,7 @@ def gather(store: TokenCache, row_ids: Int64[ndarray, "B"], out: Buffers) -> Gat
     if num_rows * longest > out.capacity_tokens:
         raise ValueError(
             f"a batch of {num_rows} rows padded to {longest} tokens needs {num_rows * longest} tokens, the buffers "
-            f"hold {out.capacity_tokens}. Lease Buffers of max(tokens_per_batch, longest row)."
+            f"hold {out.capacity_tokens}. Lease Buffers of max(tokens of a pass, longest row)."
         )
     ids = out.ids[: num_rows * longest].reshape(num_rows, longest)
     mask = out.mask[: num_rows * longest].reshape(num_rows, longest)

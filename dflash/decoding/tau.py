@@ -17,14 +17,15 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from numpy import ndarray
 from torch import Tensor, nn
 
-from cache.batches.epoch import plan_epoch
 from cache.batches.gather import Buffers, gather
+from cache.batches.passes import PassRoom, cut_passes
 from cache.disk.store import TokenCache
 from dflash.anchors import block_counts, block_labels, legal_anchors
 from dflash.model.drafter import ContextState, Drafter, embed_blocks
 from dflash.model.head import Head
 from dflash.target.frozen import Target
 
+_ROOM = PassRoom(tokens=1 << 10, slots=0)  # of one target pass: short rows together, a long one alone
 _SLOTS = 1 << 15  # slots whose final hidden states are held at once, about
 _LOGITS = 1 << 26  # logits held at once, in elements: 256 MiB in float32
 
@@ -91,20 +92,19 @@ def walk_rows(
     ends: tuple[nn.Module, Head],
     drafters: Sequence[Drafter],
     *,
-    tokens_per_batch: int,
     on_row: Callable[[], None] = lambda: None,
 ) -> list[list[RowWalk]]:
-    """The passes over each row, for each drafter; one target pass a micro-batch serves them all."""
-    plan = plan_epoch(store.lengths, row_ids, tokens_per_batch=tokens_per_batch, seed=0, epoch=0)
-    buffers = Buffers(max(tokens_per_batch, int(store.lengths.max())))
+    """The passes over each row, for each drafter; one target pass over a few rows serves them all."""
+    lengths = store.lengths
+    buffers = Buffers(max(_ROOM.tokens, int(lengths.max())))
     found: list[dict[int, RowWalk]] = [{} for _ in drafters]
-    for index in range(plan.num_batches):
-        rows = gather(store, plan.batch(index), buffers)
+    for ids in cut_passes(row_ids, lengths, np.zeros_like(lengths), _ROOM):
+        rows = gather(store, ids, buffers)
         features = target.features(torch.from_numpy(rows.ids).to(target.device))
         pieces = [(rows.ids[b, :length], rows.mask[b, :length]) for b, length in enumerate(rows.lengths.tolist())]
         for drafter, walks in zip(drafters, found, strict=True):
             accepted = accepted_by_anchor(drafter, ends, pieces, features)
-            for row, (_, mask), by_anchor in zip(plan.batch(index).tolist(), pieces, accepted, strict=True):
+            for row, (_, mask), by_anchor in zip(ids.tolist(), pieces, accepted, strict=True):
                 walks[row] = walk(mask, by_anchor)
         for _ in pieces:
             on_row()

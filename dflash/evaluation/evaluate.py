@@ -22,9 +22,6 @@ from dflash.training.checkpoint import Checkpoint
 from dflash.training.initial_drafter import load_drafter
 from dflash.training.open_run import OpenRun, open_run
 
-# B·S of the micro-batches whose rows are walked, at least: a demo trains on smaller ones than are quick.
-_TOKENS = 1 << 10
-
 
 def evaluate(path: Path, tokens: Path) -> None:
     """Write evaluation.json and report.html of the run's best checkpoint.
@@ -63,7 +60,6 @@ def evaluate(path: Path, tokens: Path) -> None:
         target,
         ends,
         drafters,
-        tokens_per_batch=max(_TOKENS, opened.config.training.tokens_per_batch),
         on_row=lambda: progress.advance("teacher-forced τ"),
     )
     compared = compare(

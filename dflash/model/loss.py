@@ -70,7 +70,7 @@ def block_loss(
     zeros = torch.zeros(slots, device=hidden.device)
     return BlockLoss(
         total=(loss * weight).sum(),
-        weight=weight.sum(),
+        weight=weight.sum(dtype=torch.float64),
         correct_by_slot=zeros.index_add(0, slot, right.float()),
         counted_by_slot=zeros.index_add(0, slot, torch.ones_like(right, dtype=torch.float32)),
     )

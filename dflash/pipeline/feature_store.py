@@ -6,8 +6,8 @@
         filling.bin    the same as of now, shared by the processes of a machine; begins as filled.bin at every start
         key.json       what the values depend on; another key starts the store anew
 
-A row's features are those that the target gave it in the first epoch's micro-batch: their last bits depend on the rows
-beside them, so a row is never filled from another grouping. `filled.bin` is written at checkpoints, after the values.
+A row's features are those that the target gave it in its first pass. Their last bits depend on the rows beside it, so a
+row that is filled keeps them, whatever passes it is in later. `filled.bin` is written at checkpoints, after the values.
 Processes of one machine map the same files: each fills the rows that it computes, and reads those of all others once
 the first epoch is over. Between machines a map is not coherent, so there only a store is read that has been filled.
 """
@@ -63,14 +63,20 @@ class FeatureStore:
         shutil.copyfile(directory / "filled.bin", partial)
         partial.replace(directory / "filling.bin")  # another file: a process of an earlier start may have that one
 
+    def has_any(self, row_ids: Int64[ndarray, " B"]) -> bool:
+        """Whether some of these rows are filled."""
+        return bool(self._filled[row_ids].any())
+
     def has(self, row_ids: Int64[ndarray, " B"]) -> bool:
         """Whether all of these rows are filled."""
         return bool(self._filled[row_ids].all())
 
     def put(self, row_ids: Int64[ndarray, " B"], features: BFloat16[Tensor, "B S NH"]) -> None:
-        """Keep the features of right-padded rows."""
+        """Keep the features of right-padded rows that are not filled yet."""
         bits = features.detach().cpu().view(torch.uint16).numpy()
         for b, row in enumerate(row_ids):
+            if self._filled[row]:
+                continue
             start, stop = self._offsets[row], self._offsets[row + 1]
             self._values[start:stop] = bits[b, : stop - start]
         self._filled[row_ids] = 1

@@ -88,7 +88,7 @@ class Pipeline:
             self._free.put(buffers)
 
         def reader() -> None:
-            work = self._plan.micro_batches(epoch, step, end)
+            work = self._plan.passes(epoch, step, end)
             if self._features is not None and epoch == 0:
                 work = self._after_first_epoch(work)
             count = read(self._plan, work, device, self._free, self._to_target, clocks["read"][0])

@@ -106,13 +106,15 @@ def run_target(
 
 
 def batch_features(target: HasFeatures, features: FeatureStore | None, batch: TrainBatch, ids: Tensor) -> Tensor:
-    """The features of a micro-batch: from the store when it has them all, else from the target, given `ids`."""
+    """The features of a pass: from the store when it has them all, else from the target, given `ids`."""
     if features is not None and features.has(batch.row_ids):
         return features.get(batch.row_ids, ids.shape[1])
     values = target.features(ids)
-    if features is not None:
-        features.put(batch.row_ids, values)
-    return values
+    if features is None:
+        return values
+    is_mixed = features.has_any(batch.row_ids)  # where passes have been cut anew in the middle of the first epoch
+    features.put(batch.row_ids, values)
+    return features.get(batch.row_ids, ids.shape[1]) if is_mixed else values
 
 
 def train(
@@ -124,12 +126,12 @@ def train(
 ) -> None:
     """Consume micro-batches in order; `on_step` sees each report and says whether to go on.
 
-    A step of which this process has no micro-batch is made all the same: the other processes wait for it.
+    A step of which this process has no rows is made all the same: the other processes wait for it.
     """
     watch = Stopwatch(trainer.device)
     for at in steps:
         starved = blocked = 0.0
-        for _ in at.indices:
+        for _ in range(at.num_passes):
             item, waited, spent = source.take()
             starved, blocked = starved + waited, blocked + spent
             clock.begin()

@@ -1,6 +1,5 @@
 """What a run will need and how long it will take: rows, steps, disk, memory, and time from a measured step."""
 
-import math
 import resource
 import shutil
 from pathlib import Path
@@ -18,10 +17,10 @@ from dflash.target.placement import place
 from dflash.training import checkpoint
 from dflash.training.initial_drafter import new_drafter
 from dflash.training.open_run import OpenRun, open_run
-from dflash.training.stage_seconds import stage_seconds
+from dflash.training.stage_seconds import stage_seconds, step_seconds
 from dflash.training.step import Trainer
 
-_MEASURED = 4  # micro-batches that are timed, after the largest one, which warms up and fills the memory
+_MEASURED = 4  # passes that are timed, after the one with the most slots, which warms up and fills the memory
 
 
 def check(path: Path, tokens: Path) -> None:
@@ -31,7 +30,7 @@ def check(path: Path, tokens: Path) -> None:
     """
     opened = open_run(path, tokens)
     done = checkpoint.newest(opened.run.checkpoints)
-    plan, training = TrainPlan(opened.store, opened.config), opened.config.training
+    plan, training = opened.plan(), opened.config.training
     steps = [plan.steps(epoch) for epoch in range(training.epochs)]
     left = sum(steps) - (done.state.steps_total if done else 0)
     measured = _measure(opened, plan)
@@ -54,7 +53,7 @@ def check(path: Path, tokens: Path) -> None:
         if need > available:
             refusals.append(
                 f"memory: {need / 1e9:.1f} GB needed on {device}, {available / 1e9:.1f} GB are available. "
-                "Lower training.tokens_per_batch or training.anchors."
+                "Lower training.pass_slots."
             )
     seconds = measured["step_seconds"]
     opened.run.write(
@@ -92,33 +91,30 @@ def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], confi
 
 
 def _measure(opened: OpenRun, plan: TrainPlan) -> dict[str, Any]:
-    """Run a few micro-batches of the first epoch with the real parts, the largest first, and throw the result away."""
+    """Run a few passes of the first epoch with the real parts, the largest first, and throw the result away."""
     config = opened.config
     torch.set_num_threads(cpu_threads())
     devices = place(config.target, _first_of(config))
     devices.enter()
-    progress = ProgressFile(opened.run, "check", _MEASURED + 1, "micro-batches")
+    progress = ProgressFile(opened.run, "check", _MEASURED + 1, "passes")
     target = opened.load_target(devices.targets[0])
     drafter = new_drafter(opened.shape, config.drafter, target, config.training.seed).to(devices.drafter)
     trainer = Trainer(drafter, *target.ends(devices.drafter), config.training)
-    micro = sorted(
-        plan.micro_batches(0, 0, 1),
-        key=lambda item: item[1].size * int(opened.store.lengths[item[1]].max()),
-        reverse=True,
-    )
-    micro = [micro[0], *(micro[len(micro) * i // _MEASURED] for i in range(_MEASURED))]
+    by_slots = sorted(plan.passes(0, 0, 1), key=lambda item: int(plan.row_slots[item[1]].max()) * item[1].size)
+    measured = [by_slots[-1], *(by_slots[len(by_slots) * i // _MEASURED] for i in range(_MEASURED))]
 
     def step() -> None:
-        trainer.step(Step(0, 0, 1, (0,))).report()
+        trainer.step(Step(0, 0, 1, 1)).report()
         progress.advance()
 
-    seconds = stage_seconds(plan, target, trainer, micro, step)
+    seconds = stage_seconds(plan, target, trainer, measured, step)
     assert seconds is not None
-    by_step = math.ceil(config.training.batches_per_step / config.training.processes)
+    of_target, of_train = step_seconds(plan, seconds)
+    processes = config.training.processes
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "step_seconds": {"target": by_step * seconds.target, "train": by_step * seconds.train},
-        **_memory(devices.drafter, config.training.processes),
+        "step_seconds": {"target": of_target / processes, "train": of_train / processes},
+        **_memory(devices.drafter, processes),
     }
 
 

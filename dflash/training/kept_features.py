@@ -1,6 +1,6 @@
 """The features that a run keeps on disk: opened under what they depend on, and filled where they are missing.
 
-What a killed run had computed and not yet stored is computed again as it was, from its own micro-batches.
+What a killed run had computed and not yet stored is computed again, in the passes of this start.
 """
 
 import logging
@@ -29,8 +29,6 @@ def open_features(opened: OpenRun, ranks: Ranks = ALONE) -> FeatureStore:
         "target.model",
         "target.dtype",
         "drafter.taps",
-        "training.tokens_per_batch",
-        "training.seed",
     )
     directory, offsets, width = opened.run.path / "features", opened.store.offsets, opened.feature_width
     key = {name: settings[name] for name in names}
@@ -52,13 +50,13 @@ def fill_features(
     """Compute what the store lacks of the part of the first epoch that is already trained; each process its share."""
     lacking = [
         (position, rows)
-        for position, rows in plan.micro_batches(0, 0, 1)
+        for position, rows in plan.passes(0, 0, 1)
         if (position.epoch, position.step) < (start.epoch, start.step) and not features.has(rows)
     ]
     if not any(ranks.gather(bool(lacking))):
         return
-    log.info("features of %d micro-batches are missing: computing them again", len(lacking))
-    progress = ProgressFile(run, "features", len(lacking), "micro-batches") if ranks.leads else None
+    log.info("features of %d passes are missing: computing them again", len(lacking))
+    progress = ProgressFile(run, "features", len(lacking), "passes") if ranks.leads else None
     buffers = Buffers(plan.buffer_tokens)
     for position, row_ids in lacking:
         batch = plan.make_batch(position, row_ids, buffers)

@@ -24,6 +24,8 @@ class Window:
     weight_sum: float = 0.0
     tokens: int = 0
     padded: int = 0
+    slots: int = 0
+    padded_slots: int = 0
     correct: list[float] = field(default_factory=list)
     counted: list[float] = field(default_factory=list)
     covered: list[float] = field(default_factory=list)
@@ -34,6 +36,8 @@ class Window:
         self.steps += 1
         self.tokens += report.tokens
         self.padded += report.padded
+        self.slots += report.slots
+        self.padded_slots += report.padded_slots
         if report.skipped:
             self.skipped += 1
             return
@@ -87,7 +91,9 @@ def write_line(
         "steps": window.steps,
         "skipped": window.skipped,
         "tokens": window.tokens,
+        "slots": window.slots,
         "padding": 1 - window.tokens / window.padded if window.padded else None,
+        "padding_of_slots": 1 - window.slots / window.padded_slots if window.padded_slots else None,
         "tokens_per_s": window.tokens / seconds if seconds > 0 else None,
         **facts,
     }

@@ -46,12 +46,11 @@ class Monitor:
     def _walk(self, drafters: list[Drafter]) -> list[list[RowWalk]]:
         self._replay.rewind()
         target = cast("Target", self._replay)
-        tokens = self._opened.config.training.tokens_per_batch
-        return walk_rows(self._opened.store, self._rows, target, self._ends, drafters, tokens_per_batch=tokens)
+        return walk_rows(self._opened.store, self._rows, target, self._ends, drafters)
 
 
 class _Replay:
-    """A target that computes the features of each micro-batch once, and gives them again in the same order."""
+    """A target that computes the features of each pass once, and gives them again in the same order."""
 
     def __init__(self, features: Callable[[Tensor], Tensor], device: torch.device) -> None:
         self.device = device

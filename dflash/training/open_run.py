@@ -10,9 +10,12 @@ import xxhash
 
 from cache.disk.store import TokenCache
 from dflash.config import NOT_LEARNED, RunConfig, TargetConfig
+from dflash.distributed import ALONE, Ranks
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.model.drafter import DrafterShape
+from dflash.pipeline.train_plan import RowCost, TrainPlan
 from dflash.run_directory import RunDirectory
+from dflash.target.flops import Flops, flops
 from dflash.target.frozen import Target, drafter_shape, stop_tokens, text_config
 from dflash.target.placement import Replica
 from dflash.target.tokenizer import check_tokenizer
@@ -28,11 +31,17 @@ class OpenRun:
     config: RunConfig
     store: TokenCache
     shape: DrafterShape
+    flops: Flops
 
     @property
     def feature_width(self) -> int:
         """Values of one token's features: its taps, and the final state where the loss needs it."""
         return (len(self.shape.taps) + self._needs_final) * self.shape.hidden_size
+
+    def plan(self, ranks: Ranks = ALONE) -> TrainPlan:
+        """The steps of all epochs, and this process's share of them."""
+        cost = RowCost(self.flops.target_token + self.flops.drafter_token, self.flops.drafter_slot)
+        return TrainPlan(self.store, self.config, ranks.rank, ranks.size, cost=cost)
 
     def load_target(self, replica: Replica) -> Target:
         """The frozen target with the taps, and the depth, that training needs."""
@@ -60,7 +69,8 @@ def open_run(path: Path, tokens: Path) -> OpenRun:
     run = RunDirectory(path)
     config = run.config()
     store = TokenCache.open(tokens)
-    shape = drafter_shape(config.drafter, text_config(config.target), stop_tokens(config.target))
+    text = text_config(config.target)
+    shape = drafter_shape(config.drafter, text, stop_tokens(config.target))
     if store.manifest.vocabulary and store.manifest.vocabulary > shape.vocab_size:
         raise TargetMismatch(
             f"token cache {tokens.name} was made for a vocabulary of {store.manifest.vocabulary} ids, the target's "
@@ -69,7 +79,7 @@ def open_run(path: Path, tokens: Path) -> OpenRun:
     check_tokenizer(store.manifest, config.target)
     if not store.rows(0).size:
         raise ConfigMismatch(f"token cache {tokens.name} has no training rows: all are held out. Lower rows.held_out.")
-    return OpenRun(run, config, store, shape)
+    return OpenRun(run, config, store, shape, flops(text, shape, final=config.training.loss == "kl"))
 
 
 def changed_settings(stored: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -40,12 +40,12 @@ class Parts:
     ends: tuple[nn.Module, Head]  # the target's embedding and head, on the drafter's device
     trainer: Trainer
     features: FeatureStore | None
-    ahead: int  # micro-batches of features that may wait for the drafter
+    ahead: int  # passes whose features may wait for the drafter
 
 
 def make_parts(opened: OpenRun, resumed: Checkpoint | None, ranks: Ranks, stop_asked: Callable[[], bool]) -> Parts:
     """Load and place everything; a new run gets its first checkpoint here."""
-    plan = TrainPlan(opened.store, opened.config, ranks.rank, ranks.size)
+    plan = opened.plan(ranks)
     threads = resumed.state.threads if resumed else cpu_threads()
     torch.set_num_threads(threads)
     devices = place(opened.config.target, ranks)
@@ -63,7 +63,7 @@ def make_parts(opened: OpenRun, resumed: Checkpoint | None, ranks: Ranks, stop_a
     features = open_features(opened, ranks) if opened.config.training.features == "reuse" else None
     item_bytes = plan.buffer_tokens * opened.feature_width * 2
     ahead = capacity(item_bytes, (free_bytes(devices.drafter) - trainer.claim_bytes) // 4)
-    log.info("at most %d micro-batches wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
+    log.info("at most %d passes wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
     return Parts(plan, start.state, threads, targets, ends, trainer, features, ahead)
 
 

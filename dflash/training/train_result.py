@@ -22,6 +22,8 @@ def result(
     stages = stages or (lines[-1]["stages"] if lines else {})
     tokens = sum(line["tokens"] for line in lines)
     padded = sum(line["tokens"] / (1 - line["padding"]) for line in lines)
+    slots = sum(line["slots"] for line in lines)
+    padded_slots = sum(line["slots"] / (1 - line["padding_of_slots"]) for line in lines if line["slots"])
     reuse = training.features == "reuse"
     return {
         "finished": state.epoch >= training.epochs,
@@ -34,6 +36,7 @@ def result(
         "seconds": state.seconds,
         "tokens_per_s": state.tokens / state.seconds if state.seconds else None,
         "padding": 1 - tokens / padded if padded else None,
+        "padding_of_slots": 1 - slots / padded_slots if padded_slots else None,
         "coverage_by_length": {str(longest): share for longest, share in coverage_by_length(lines).items()},
         "skipped": sum(line["skipped"] for line in lines),
         "stages": stages,

@@ -64,11 +64,10 @@ def item(features: Tensor, labels: Tensor, weights: Tensor) -> FeatureBatch:
         ids=torch.zeros(0, dtype=torch.int32),
         lengths=np.full(count, 12, dtype=np.int32),
         anchor=torch.tensor([[2, 5, 9]], dtype=torch.int32).expand(count, 3),
-        valid=torch.ones(count, 3, dtype=torch.bool),
         labels=labels,
         weights=weights,
         counted=torch.nonzero(weights.flatten()).squeeze(1),
-        padded=12 * count,
+        slots=12 * count,
         coverage=np.zeros((2, LENGTH_BINS), dtype=np.int64),
     )
     return FeatureBatch(batch, features)
@@ -84,7 +83,7 @@ def join(*items: FeatureBatch) -> FeatureBatch:
 
 
 def at(step: int = 0, of: int = 10, epoch: int = 0) -> Step:
-    return Step(epoch, step, of, (step,))
+    return Step(epoch, step, of, 1)
 
 
 def weights_of(trainer: Trainer) -> Tensor:

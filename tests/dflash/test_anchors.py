@@ -94,9 +94,7 @@ def test_labels_never_cross_into_the_next_row(tmp_path: Path) -> None:
     rows = RowsConfig(source="in memory", vocabulary=16, held_out=0.0)
     store = TokenCache.open(build(rows, home=tmp_path, tokenizer=None, vocabulary=16, data=table))
     target = TargetConfig(model="none")
-    config = RunConfig(
-        target=target, drafter=DrafterConfig(block_size=3), training=TrainingConfig(anchors=1.0, tokens_per_batch=16)
-    )
+    config = RunConfig(target=target, drafter=DrafterConfig(block_size=3), training=TrainingConfig(anchors=1.0))
     plan = TrainPlan(store, config)
     batch = plan.make_batch(Position(0, 0, 0), np.array([0, 1]), Buffers(plan.buffer_tokens))
     labels = torch.where(batch.weights > 0, batch.labels, -100)

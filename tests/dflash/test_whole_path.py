@@ -43,7 +43,7 @@ def test_stop_signals_leave_a_checkpoint_and_code_75(
     make_run: MakeRun, tokens: Path, uninterrupted: Path, number: int
 ) -> None:
     run = make_run("stopped", epochs=4, checkpoint_every_steps=7)
-    assert interrupt(run, tokens, number, "epoch-000-step-000007") == 75
+    assert interrupt(run, tokens, number, "epoch-001-step-000001") == 75
     stopped = json.loads((run / "train.json").read_text())
     assert not stopped["finished"]
     assert Path(stopped["checkpoint"]).is_dir()

@@ -86,8 +86,7 @@ def make_run(path: Path, model: Path, /, **training: Any) -> Path:
         | groups.get("drafter", {}),
         "training": {
             "epochs": 2,
-            "tokens_per_batch": 64,
-            "batches_per_step": 2,
+            "tokens_per_step": 128,
             "anchors": 8,
             "lr": 5e-3,
             "checkpoint_every_steps": 4,

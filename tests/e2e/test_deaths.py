@@ -108,7 +108,7 @@ def test_worker_and_flow_killed_leave_no_process_and_a_run_that_looks_alive(site
 
 
 def test_cancel_stops_all_processes_of_a_run_and_is_cancelled(site: Site) -> None:
-    long = TRAINING | {"epochs": 100, "processes": 2, "batches_per_step": 2}
+    long = TRAINING | {"epochs": 100, "processes": 2, "tokens_per_step": 128}
     run = site.run_deployment("train/train", {"name": "two", "training": long})
     wait_until_training(site, "two")
     assert len(site.training_processes()) == 3, "torchrun and its two"

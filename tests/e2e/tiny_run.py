@@ -10,7 +10,7 @@ VOCABULARY = 61
 EPOCHS = 4
 TRAINING: dict[str, Any] = {
     "epochs": EPOCHS,
-    "tokens_per_batch": 64,
+    "tokens_per_step": 64,
     "anchors": 8,
     "lr": 0.005,
     "checkpoint_every_steps": 20,

@@ -1,4 +1,4 @@
-"""Every row exactly once an epoch, in an order that (seed, epoch) alone decide."""
+"""Every row exactly once an epoch, in steps that (sizes, tokens_per_step, seed, epoch) alone decide."""
 
 import hashlib
 
@@ -8,104 +8,130 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.batches.epoch import EpochPlan, plan_epoch
+from cache.batches.passes import PassRoom, cut_passes, deal
 
 
 def lengths_of(count: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return np.clip(np.exp(rng.normal(7.57, 0.6, count)), 16, 4096).astype(np.int64)
+    return np.clip(np.exp(rng.normal(7.57, 0.6, count)), 16, 4096).astype(np.int32)
+
+
+def slots_of(lengths: np.ndarray) -> np.ndarray:
+    """Of rows that are supervised to 60 %, with 512 anchors at most, K = 16."""
+    return 16 * np.minimum(512, lengths * 3 // 5)
+
+
+def mixed(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose supervised share has nothing to do with their length."""
+    lengths, share = lengths_of(count), np.random.default_rng(1).uniform(0.05, 0.95, count)
+    return lengths, 16 * np.minimum(512, (lengths * share).astype(np.int32))
 
 
 def plan(lengths: np.ndarray, epoch: int = 0, seed: int = 0, tokens: int = 24_576) -> EpochPlan:
-    return plan_epoch(lengths, np.arange(lengths.size), tokens_per_batch=tokens, seed=seed, epoch=epoch)
+    rows = np.arange(lengths.size, dtype=np.int32)
+    return plan_epoch(lengths, slots_of(lengths), rows, tokens_per_step=tokens, seed=seed, epoch=epoch)
+
+
+def steps_of(made: EpochPlan) -> list[list[list[int]]]:
+    return [[unit.tolist() for unit in made.step(index)] for index in range(made.num_steps)]
 
 
 @given(
-    st.lists(st.integers(1, 60), max_size=300),
-    st.integers(1, 200),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 90)), max_size=300),
+    st.integers(1, 900),
     st.integers(0, 2**63 - 1),
     st.integers(0, 5),
     st.data(),
 )
-def test_every_row_once_and_no_batch_too_large(
-    lengths: list[int], tokens: int, seed: int, epoch: int, data: st.DataObject
+def test_every_row_once_in_units_and_steps_that_are_never_empty(
+    rows: list[tuple[int, int]], tokens: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
-    length = np.array(lengths, dtype=np.int64)
-    chosen = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(lengths)))))) if lengths else [], np.int64)
-    made = plan_epoch(length, chosen, tokens_per_batch=tokens, seed=seed, epoch=epoch)
-    assert sorted(made.row_ids.tolist()) == chosen.tolist()
-    batches = [made.batch(index) for index in range(made.num_batches)]
-    assert sum(batch.size for batch in batches) == chosen.size
-    for batch in batches:
-        assert batch.size == 1 or batch.size * length[batch].max() <= tokens
-        assert batch.size > 0
+    sizes = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    chosen = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(rows)))))) if rows else [], np.int64)
+    made = plan_epoch(sizes[:, 0], sizes[:, 1], chosen, tokens_per_step=tokens, seed=seed, epoch=epoch)
+    steps = steps_of(made)
+    assert sorted(row for step in steps for unit in step for row in unit) == chosen.tolist()
+    assert all(step and all(step) for step in steps)
 
 
 def test_epochs_differ_and_runs_do_not() -> None:
-    lengths = lengths_of(10)
-    first, again, second, other = plan(lengths), plan(lengths), plan(lengths, epoch=1), plan(lengths, seed=1)
-    assert (first.row_ids == again.row_ids).all()
-    assert (first.batch_offsets == again.batch_offsets).all()
-    assert not np.array_equal(first.row_ids, second.row_ids)
-    assert not np.array_equal(first.row_ids, other.row_ids)
-
-
-def test_any_two_of_many_epochs_differ() -> None:
     lengths = lengths_of(50)
-    assert len({plan(lengths, epoch=epoch).row_ids.tobytes() for epoch in range(50)}) == 50
+    made = [steps_of(plan(lengths, epoch=epoch, tokens=8192)) for epoch in range(20)]
+    assert steps_of(plan(lengths, tokens=8192)) == made[0] != steps_of(plan(lengths, seed=1, tokens=8192))
+    in_sets = {frozenset(frozenset(row for unit in step for row in unit) for step in steps) for steps in made}
+    assert len(in_sets) == 20, "other rows meet in every epoch"
 
 
-def test_a_position_is_a_number_and_nothing_else() -> None:
-    lengths = lengths_of(5000)
-    unbroken = [plan(lengths).batch(index).tolist() for index in range(plan(lengths).num_batches)]
-    resumed = plan(lengths)
-    assert [resumed.batch(index).tolist() for index in range(200, resumed.num_batches)] == unbroken[200:]
+def test_steps_have_about_the_tokens_that_were_asked_for() -> None:
+    lengths = lengths_of(40_000)
+    for tokens in (24_576, 98_304):
+        made = plan(lengths, tokens=tokens)
+        of_step = [int(lengths[np.concatenate(made.step(index))].sum()) for index in range(made.num_steps)]
+        assert made.num_steps == pytest.approx(lengths.sum() / tokens, rel=0.05)
+        # Half a group of 16,384 tokens, or of eight rows of 4,096, more or less.
+        assert np.std(of_step) < 16_384
+        assert max(of_step) < tokens + 2 * 32_768
 
 
-def test_batches_shared_out_among_any_number_of_workers_are_all_of_them() -> None:
-    made = plan(lengths_of(200), tokens=8192)
-    for workers in (1, 2, 3, 7):
-        shares = [range(rank, made.num_batches, workers) for rank in range(workers)]
-        rows = np.concatenate([made.batch(index) for share in shares for index in share])
-        assert sorted(rows.tolist()) == list(range(200))
-
-
-def test_padding_is_under_two_percent_and_random_batches_waste_half() -> None:
-    lengths = lengths_of(60_000)
-    made = plan(lengths)
-    assert made.padding_efficiency(lengths) >= 0.98
-    random = np.random.default_rng(0).permutation(60_000)
-    by_chance = EpochPlan(random, np.arange(0, 60_001, 16), 0)
-    assert by_chance.padding_efficiency(lengths) < 0.6
-
-
-def test_long_and_short_batches_are_mixed_through_the_epoch() -> None:
+def test_long_and_short_rows_are_mixed_through_the_epoch() -> None:
     lengths = lengths_of(20_000)
     made = plan(lengths)
-    longest = np.array([lengths[made.batch(index)].max() for index in range(made.num_batches)])
-    quarters = [quarter.mean() for quarter in np.array_split(longest, 4)]
+    mean = np.array([lengths[np.concatenate(made.step(index))].mean() for index in range(made.num_steps)])
+    quarters = [quarter.mean() for quarter in np.array_split(mean, 4)]
     assert max(quarters) / min(quarters) < 1.1
 
 
-def test_a_longer_row_is_its_own_batch() -> None:
-    made = plan(np.array([5, 100, 5]), tokens=20)
-    assert sorted(batch.tolist() for batch in (made.batch(0), made.batch(1))) == [[0, 2], [1]] or made.num_batches == 3
+@pytest.mark.parametrize(("sizes", "least"), [("by length", 0.97), ("mixed", 0.96)])
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_processes_are_balanced_and_passes_hardly_padded(sizes: str, least: float, processes: int) -> None:
+    """By dealing with the cost of Qwen3-8B's target and drafter, and also if a slot really costs half of that."""
+    lengths = lengths_of(30_000)
+    slots = slots_of(lengths)
+    if sizes == "mixed":
+        lengths, slots = mixed(30_000)
+    rows = np.arange(lengths.size, dtype=np.int32)
+    made = plan_epoch(lengths, slots, rows, tokens_per_step=24_576, seed=0, epoch=0)
+    padded, whole, loads = np.zeros(2), np.zeros(2), []
+    for index in range(0, made.num_steps, 5):
+        units = made.step(index)
+        of_process = []
+        for mine in deal([13.1 * lengths[unit].sum() + 8.4 * slots[unit].sum() for unit in units], processes):
+            own = np.zeros(2)
+            ours = np.concatenate([rows[:0], *(units[unit] for unit in mine)])
+            for ids in cut_passes(ours, lengths, slots, PassRoom(32_768, 65_536)):
+                assert ids.size == 1 or ids.size * slots[ids].max() <= 65_536
+                own += [ids.size * lengths[ids].max(), ids.size * slots[ids].max()]
+                whole += [lengths[ids].sum(), slots[ids].sum()]
+            padded += own
+            of_process.append(own)
+        loads.append(of_process)
+    assert (whole / padded >= 0.98).all()
+    for slot in (8.4, 4.2):
+        cost = np.array(loads) @ [13.1, slot]
+        assert cost.mean(1).sum() / cost.max(1).sum() >= least
 
 
-def test_rows_that_do_not_fill_a_batch_still_share_one() -> None:
-    made = plan(np.full(4, 4, dtype=np.int64), tokens=9)
-    assert [made.batch(index).size for index in range(made.num_batches)] == [2, 2]
+def test_a_step_of_fewer_rows_than_units_has_a_power_of_two_of_them() -> None:
+    made = plan(np.full(64, 100, dtype=np.int32), tokens=300)
+    assert {len(step) for step in steps_of(made)} == {4}
+    assert made.num_steps == 16
 
 
-def test_no_rows_no_batches() -> None:
-    made = plan(np.empty(0, dtype=np.int64))
-    assert made.num_batches == 0
-    assert made.padding_efficiency(np.empty(0, dtype=np.int64)) == 1.0
-    with pytest.raises(IndexError, match="batch 0 of epoch 0"):
-        made.batch(0)
+def test_a_row_longer_than_a_step_is_one() -> None:
+    made = plan(np.array([5, 100, 5], dtype=np.int32), tokens=20)
+    assert [[1]] in steps_of(made)
+
+
+def test_no_rows_no_steps() -> None:
+    made = plan(np.empty(0, dtype=np.int32))
+    assert made.num_steps == 0
+    with pytest.raises(IndexError, match="step 0 of epoch 0"):
+        made.step(0)
 
 
 def test_the_order_is_the_one_of_every_earlier_release() -> None:
-    """A resumed run must find the batches it left: this value moves only with a note in the changelog."""
-    made = plan(np.arange(1, 1001, dtype=np.int64) % 97 + 1, seed=5, epoch=2, tokens=512)
-    digest = hashlib.sha256(made.row_ids.astype("<i8").tobytes() + made.batch_offsets.astype("<i8").tobytes())
-    assert digest.hexdigest()[:16] == "f96e5f060f9fc9c8"
+    """A resumed run must find the steps it left: this value moves only with a note in the changelog."""
+    made = plan(np.arange(1, 1001, dtype=np.int32) % 97 + 1, seed=5, epoch=2, tokens=512)
+    arrays = (made.row_ids, made.unit_offsets, made.step_offsets)
+    digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays))
+    assert digest.hexdigest()[:16] == "402eb98ea55270c3"

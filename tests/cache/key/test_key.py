@@ -189,7 +189,7 @@ def test_the_code_counts_by_its_syntax(tmp_path: Path) -> None:
     assert edited("ragged.py", "MIN_TOKENS = 2", "MIN_TOKENS = 3") != key
     assert edited("rows/rules.py", '"""The written rules', '"""Other words') == key
     assert edited("rows/split.py", "SAMPLES = 16", "SAMPLES  =  16  # a comment\n") == key
-    assert edited("batches/epoch.py", "WINDOW_BATCHES = 128", "WINDOW_BATCHES = 64") == key
+    assert edited("batches/epoch.py", "WINDOW_GROUPS = 256", "WINDOW_GROUPS = 64") == key
     added = Path(shutil.copytree(package, tmp_path / "added"))
     (added / "new_helper.py").write_text("x = 1\n")
     assert hash_code(added) != key

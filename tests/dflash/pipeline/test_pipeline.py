@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def new_plan(tokens: Path, rank: int = 0, ranks: int = 1, **training: Any) -> TrainPlan:
-    settings = TrainingConfig(**{"tokens_per_batch": 40, "epochs": 3, "anchors": 4, **training})
+    settings = TrainingConfig(**{"tokens_per_step": 40, "epochs": 3, "anchors": 4, **training})
     drafter = DrafterConfig(block_size=4)
     return TrainPlan(
         TokenCache.open(tokens),
@@ -51,7 +51,7 @@ class FakeTarget:
     def features(self, ids: Tensor) -> Tensor:
         before = ids.clone()
         self.wait()
-        assert torch.equal(ids, before), "leased memory was given to another micro-batch too early"
+        assert torch.equal(ids, before), "leased memory was given to another pass too early"
         return before[..., None].float()
 
 
@@ -61,34 +61,35 @@ class FakeTrainer:
     device = CPU
 
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
-        self.wait, self.seen, self.steps = wait, list[tuple[int, int, int]](), list[tuple[int, int]]()
+        self.wait, self.seen, self.steps = wait, list[tuple[int, int, int, int]](), list[tuple[int, int]]()
 
     def accumulate(self, item: FeatureBatch) -> None:
         self.wait()
         position = item.batch.position
-        self.seen.append((position.epoch, position.index, int(item.features.sum())))
+        self.seen.append((position.epoch, position.step, position.index, int(item.features.sum())))
 
     def step(self, at: Step) -> PendingReport:
         self.steps.append((at.epoch, at.step))
         return PendingReport(at, 0.0, 4, torch.zeros(17))
 
 
-def indices(plan: TrainPlan, epoch: int, step: int, end: int) -> list[tuple[int, int]]:
-    return [(p.epoch, p.index) for p, _ in plan.micro_batches(epoch, step, end)]
+def places(plan: TrainPlan, epoch: int, step: int, end: int) -> list[tuple[int, int, int]]:
+    return [(p.epoch, p.step, p.index) for p, _ in plan.passes(epoch, step, end)]
 
 
 def rows_in_order(plan: TrainPlan, epoch: int, step: int, end: int) -> list[int]:
-    return [int(row) for _, rows in plan.micro_batches(epoch, step, end) for row in rows]
+    return [int(row) for _, rows in plan.passes(epoch, step, end) for row in rows]
 
 
-def test_a_resume_goes_on_with_the_next_batch(tokens: Path) -> None:
-    plan = new_plan(tokens)
-    whole = indices(plan, 0, 0, 1)
-    assert indices(plan, 0, 5, 1) == whole[5:] == [(0, index) for index in range(5, len(whole))]
+def test_a_resume_goes_on_with_the_next_step(tokens: Path) -> None:
+    plan = new_plan(tokens, pass_slots=32)
+    whole = places(plan, 0, 0, 1)
+    assert len(whole) > plan.steps(0)
+    assert places(plan, 0, 5, 1) == [place for place in whole if place[1] >= 5]
 
 
 def test_positions_are_epoch_and_step(tokens: Path) -> None:
-    plan = new_plan(tokens, batches_per_step=2)
+    plan = new_plan(tokens, tokens_per_step=80)
     last = plan.steps(0)
     assert [(s.epoch, s.step) for s in islice(plan.work(0, last - 1, 2), 2)] == [(0, last - 1), (1, 0)]
     assert next(iter(plan.work(1, 5, 2))).step == 5
@@ -109,15 +110,29 @@ def test_later_epochs_are_whole(tokens: Path) -> None:
     assert by_epoch == [3, *steps[1:]]
 
 
-def test_ranks_share_a_step_without_overlap(tokens: Path) -> None:
-    whole = list(new_plan(tokens, batches_per_step=4).work(0, 3, 2))
-    for ranks in (2, 3, 8):  # any number goes on from where another was
-        parts = [list(new_plan(tokens, rank, ranks, batches_per_step=4).work(0, 3, 2)) for rank in range(ranks)]
-        for step, *shares in zip(whole, *parts, strict=True):
-            assert sorted(i for share in shares for i in share.indices) == list(step.indices)
-            assert {(s.epoch, s.step, s.steps_in_epoch) for s in shares} == {
-                (step.epoch, step.step, step.steps_in_epoch)
-            }
+def rows_by_step(plan: TrainPlan) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = {(s.epoch, s.step): [] for s in plan.work(0, 3, 2)}
+    for position, rows in plan.passes(0, 3, 2):
+        found[position.epoch, position.step] += rows.tolist()
+    return found
+
+
+@pytest.mark.parametrize("slots", [16, 48, None])
+def test_any_number_of_processes_shares_out_the_rows_of_a_step_in_passes_of_any_size(
+    tokens: Path, slots: int | None
+) -> None:
+    whole = rows_by_step(new_plan(tokens, tokens_per_step=160))
+    for ranks in (1, 2, 3, 8):
+        plans = [new_plan(tokens, rank, ranks, tokens_per_step=160, pass_slots=slots) for rank in range(ranks)]
+        parts = [rows_by_step(plan) for plan in plans]
+        for step, rows in whole.items():
+            assert sorted(row for part in parts for row in part[step]) == sorted(rows)
+        for plan in plans:
+            passes = [(place, rows) for place, rows in plan.passes(0, 3, 2)]
+            assert [
+                sum(place.step == s.step and place.epoch == s.epoch for place, _ in passes) for s in plan.work(0, 3, 2)
+            ] == [s.num_passes for s in plan.work(0, 3, 2)]
+            assert all(rows.size == 1 or rows.size * 16 <= (slots or 1 << 20) for _, rows in passes)
 
 
 def test_orders_differ_between_epochs_and_not_between_runs(tokens: Path) -> None:
@@ -140,15 +155,17 @@ def test_the_trainer_sees_index_order_whatever_the_timing(tokens: Path) -> None:
     pause = [float(s) for s in random.exponential(0.002, 500)]
     targets = [FakeTarget(lambda: time.sleep(pause.pop())) for _ in range(3)]
     trainer, alone = FakeTrainer(), FakeTrainer()
-    Pipeline(new_plan(tokens, batches_per_step=2), trainer, targets, ahead=3).run(0, 0, 2, lambda _: True)
-    Pipeline(new_plan(tokens, batches_per_step=2), alone, [FakeTarget()]).run(0, 0, 2, lambda _: True)
+    Pipeline(new_plan(tokens, tokens_per_step=80, pass_slots=32), trainer, targets, ahead=3).run(
+        0, 0, 2, lambda _: True
+    )
+    Pipeline(new_plan(tokens, tokens_per_step=80, pass_slots=32), alone, [FakeTarget()]).run(0, 0, 2, lambda _: True)
     assert trainer.seen == alone.seen == sorted(trainer.seen)
     assert trainer.steps == alone.steps
 
 
 def test_leased_memory_goes_back_after_its_last_reader(tokens: Path) -> None:
     plan = new_plan(tokens)
-    position, row_ids = next(plan.micro_batches(0, 0, 1))
+    position, row_ids = next(plan.passes(0, 0, 1))
     batch = plan.make_batch(position, row_ids, Buffers(plan.buffer_tokens))
     calls: list[str] = []
 
@@ -163,7 +180,7 @@ def test_leased_memory_goes_back_after_its_last_reader(tokens: Path) -> None:
 
 def test_counted_slots_are_numbered_where_the_weights_are_made(tokens: Path) -> None:
     plan = new_plan(tokens)
-    for position, row_ids in islice(plan.micro_batches(0, 0, 1), 5):
+    for position, row_ids in islice(plan.passes(0, 0, 1), 5):
         batch = plan.make_batch(position, row_ids, Buffers(plan.buffer_tokens))
         assert 0 < batch.counted.numel() < batch.weights.numel()
         assert torch.equal(batch.counted, torch.nonzero(batch.weights.flatten()).squeeze(1))
@@ -280,7 +297,7 @@ class Quiet(FakeTrainer):
         pass
 
 
-def test_memory_is_flat_over_2000_micro_batches(tokens: Path) -> None:
+def test_memory_is_flat_over_2000_passes(tokens: Path) -> None:
     def private_kib() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
@@ -308,7 +325,7 @@ def test_shares_of_time_sum_to_one_and_name_the_bottleneck(tokens: Path) -> None
     assert "add a target device" in bottleneck(pipeline.stages())
 
 
-def test_room_in_bytes_becomes_a_number_of_micro_batches() -> None:
+def test_room_in_bytes_becomes_a_number_of_passes() -> None:
     assert capacity(item_bytes=1 << 30, room_bytes=8 << 30) == 8
     assert capacity(item_bytes=1 << 30, room_bytes=1 << 20) == 2, "one is used while one waits"
     assert capacity(item_bytes=1, room_bytes=1 << 30) == 24

@@ -25,7 +25,7 @@ from flows.runs.parameters import Parameters
 from flows.stage.process import run_stage
 from flows.train import train
 
-TWO = {"processes": 2, "batches_per_step": 2}
+TWO = {"processes": 2, "tokens_per_step": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Parameters whose epoch has a few steps, of rows that are prepared already."""
     directory = tmp_path_factory.mktemp("processes")
     tree = tiny_tree(directory) | {"home": str(directory / "home")}
-    tree["training"] = TRAINING | {"epochs": 1, "tokens_per_batch": 512, "log_every_steps": 1}
+    tree["training"] = TRAINING | {"epochs": 1, "tokens_per_step": 512, "log_every_steps": 1}
     return tree
 
 
@@ -50,11 +50,11 @@ def weights(home: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("server")
 def test_two_processes_of_one_flow_run_learn_what_one_learns(tree: dict[str, Any]) -> None:
-    shared = {"batches_per_step": 4}
+    shared = {"tokens_per_step": 2048}
     for name, processes in (("alone", 1), ("two", 2)):
         training = tree["training"] | shared | {"processes": processes}
         trained = train(**check_parameters(train.fn, tree | {"name": name, "training": training}))
-        assert (trained["finished"], trained["steps"]) == (True, 4)
+        assert (trained["finished"], trained["steps"]) == (True, 3)
         history = read_lines(Path(tree["home"]) / "runs" / name / "history.jsonl")
         assert [line["processes"] for line in history if line["event"] == "start"] == [processes]
     alone, two = weights(tree["home"], "alone"), weights(tree["home"], "two")
