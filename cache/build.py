@@ -23,9 +23,9 @@ from cache.disk.manifest import LAYOUT_VERSION, ArrayFacts, Manifest, dtype_for
 from cache.disk.shard import IdOutOfRange
 from cache.disk.store import TokenCache
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
+from cache.key.behaviour import versions
 from cache.key.content import ContentKey, content_key
 from cache.key.file_hashes import State, states_of
-from cache.key.tokenizer_files import hash_vocabulary, probe_ids
 from cache.rows.audit import histogram
 from cache.rows.convert import Converter
 from cache.slices.make import Assembly, Tokeniser
@@ -33,11 +33,12 @@ from cache.slices.pieces import PlacedPiece
 from cache.slices.plan import num_rows_of, plan_slices
 from cache.source.chunks import Chunk
 from cache.source.columns import Layout
-from cache.source.find import find_files
+from cache.source.find import SourceFiles, find_files
 from cache.source.list_columns import row_of
 from cache.source.open import Source, open_source
 
 TOKENISING = 0.98  # of a build's time, where there is something to tokenise
+MOST_NAMES = 20  # of sources in a manifest
 WRITERS = 2  # ids and mask are written side by side
 
 
@@ -53,6 +54,14 @@ class BuildProgress:
 
 
 Report = Callable[[BuildProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenizer:
+    """Where a tokenizer is, and whether code that comes with it may run."""
+
+    directory: Path | None
+    trust_remote_code: bool
 
 
 @runtime_checkable
@@ -76,21 +85,31 @@ def build(
     vocabulary: int | None,
     progress: Report | None = None,
     data: Any = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Make the token cache of these rows, or find it made; returns its directory, `home/tokens/<key>`.
 
-    `data` is a `pyarrow.Table` or `datasets.Dataset` to read instead of `rows.source`.
+    `data` is a `pyarrow.Table` or `datasets.Dataset` to read instead of `rows.source`; `trust_remote_code` runs the
+    code that a tokenizer brings.
     """
     parts = [] if data is not None else find_files(rows)
     before = states_of(parts)
-    key = content_key(rows, tokenizer, vocabulary=vocabulary, data=data, home=home)
+    key = content_key(
+        rows,
+        tokenizer,
+        vocabulary=vocabulary,
+        data=data,
+        home=home,
+        parts=parts,
+        trust_remote_code=trust_remote_code,
+    )
     site = Site.of(home, key.hex)
     if not _finished(site, rows):
         with locked(site):
             if not _finished(site, rows):  # another builder may have made it while this one waited
                 sweep(site)
                 source = open_source(parts, rows, data)
-                _make(source, rows, key, site, tokenizer, before, progress)
+                _make(source, rows, key, site, _Tokenizer(tokenizer, trust_remote_code), parts, before, progress)
     return site.final
 
 
@@ -138,7 +157,8 @@ def _make(
     rows: RowsConfig,
     key: ContentKey,
     site: Site,
-    tokenizer: Path | None,
+    tokenizer: _Tokenizer,
+    found: list[SourceFiles],
     before: dict[Path, State],
     progress: Report | None,
 ) -> None:
@@ -150,9 +170,9 @@ def _make(
         is_chat = source.layout.kind == "conversations"
         supply: Supply = _tokenised(source, rows, key, site, tokenizer, watch) if is_chat else source
         arrays = _write_arrays(supply, converter, site, vocabulary, watch)
-        if states_of(source.parts) != before:
+        if found and (find_files(rows) != found or states_of(found) != before):
             raise BadSource(f"{rows.source}: changed while it was read. Run again once nothing writes to it.")
-        manifest = _manifest(key, vocabulary, converter, arrays, tokenizer)
+        manifest = _manifest(key, vocabulary, converter, arrays, rows)
         refuse_drops(manifest, rows)
         if is_chat:
             converter.audit.refuse(str(rows.source), manifest.tokens, manifest.supervised_tokens)
@@ -180,7 +200,7 @@ def _write_arrays(
 
 
 def _manifest(
-    key: ContentKey, vocabulary: int, converter: Converter, arrays: dict[str, ArrayFacts], tokenizer: Path | None
+    key: ContentKey, vocabulary: int, converter: Converter, arrays: dict[str, ArrayFacts], rows: RowsConfig
 ) -> Manifest:
     """What the pass has counted, as the cache says it of itself."""
     counts, audit = converter.counts, converter.audit
@@ -206,15 +226,20 @@ def _manifest(
         messages=_counted(audit.messages),
         supervised_shares=histogram(audit.shares),
         answers_a_row=histogram(audit.answers),
-        tokenizer=_tokenizer_facts(tokenizer, converter.stop_ids),
+        tokenizer=key.tokenizer | {"stop_ids": converter.stop_ids} if key.tokenizer else {},
+        sources=_named(rows),
+        versions=versions(),
     )
 
 
 def _tokenised(
-    source: Source, rows: RowsConfig, key: ContentKey, site: Site, tokenizer: Path | None, watch: _BuildWatch
+    source: Source, rows: RowsConfig, key: ContentKey, site: Site, tokenizer: _Tokenizer, watch: _BuildWatch
 ) -> Assembly:
     """The source's conversations as tokens, once every slice of them is there."""
-    plan = plan_slices(source, rows, tokenizer, key.parts, site.final.parent.parent)
+    home = site.final.parent.parent
+    plan = plan_slices(
+        source, rows, tokenizer.directory, key.parts, home, trust_remote_code=tokenizer.trust_remote_code
+    )
     tokeniser = Tokeniser(plan, source.table)
     missing = plan.missing()
     if missing:
@@ -264,10 +289,11 @@ def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:
         )
 
 
-def _tokenizer_facts(tokenizer: Path | None, stop_ids: list[int]) -> dict[str, Any]:
-    if tokenizer is None:
-        return {}
-    return {"probe": probe_ids(tokenizer), "vocabulary": hash_vocabulary(tokenizer), "stop_ids": stop_ids}
+def _named(rows: RowsConfig) -> list[str]:
+    """The source as it was given, at most `MOST_NAMES` of them."""
+    given = [rows.source] if isinstance(rows.source, str) else rows.source
+    others = [f"and {len(given) - MOST_NAMES:,} others"] if len(given) > MOST_NAMES else []
+    return [*given[:MOST_NAMES], *others]
 
 
 def _counted(counts: Counter[str]) -> dict[str, int]:

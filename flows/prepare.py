@@ -11,6 +11,7 @@ from prefect.context import FlowRunContext
 from cache.build import BuildProgress, build, refuse_drops
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
+from cache.errors import BadSource
 from cache.key.content import content_key
 from cache.locks import held, lock_of
 from cache.source.find import find_files
@@ -61,7 +62,8 @@ def prepare_tokens(
     """The directory of the token cache. Prefect's record is an index: it counts while the directory opens."""
     check_dask(dask)
     tokenizer = tokenizer_directory(target)
-    key = content_key(rows, tokenizer, home=home)
+    may_run = target.trust_remote_code
+    key = content_key(rows, tokenizer, home=home, trust_remote_code=may_run)
     directory = home / "tokens" / key.hex
     why_not = why_not_open(directory)
     if why_not is not None and directory.exists():
@@ -70,9 +72,11 @@ def prepare_tokens(
     has_server = FlowRunContext.get() is not None  # a dry run has none: then `build` tokenises, too
     with measured(None if why_not is None else run, "prepare"):
         if why_not is not None and has_server:
-            tokenise_missing(rows, tokenizer, key, home, dask)
+            tokenise_missing(rows, tokenizer, key, home, dask, trust_remote_code=may_run)
         build_once = recorded if has_server else build_tokens.fn
-        directory = home / "tokens" / build_once(rows, home, tokenizer, key.hex)
+        built = build_once(rows, home, tokenizer, key.hex, may_run)
+        if built != key.hex:  # what was found first and what was read are not the same
+            raise BadSource(f"{rows.source}: changed while it was read. Run again once nothing writes to it.")
     refuse_drops(TokenCache.open(directory).manifest, rows)  # the limit may be lower than when it was built
     logger.info("prepare: the token cache %s %s", directory, "was there" if why_not is None else "is new")
     return directory
@@ -85,7 +89,7 @@ def prepare_tokens(
     persist_result=True,
     result_serializer="json",
 )
-def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str:
+def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str, trust_remote_code: bool = False) -> str:
     """The name of the token cache below home/tokens, not its path: a home may move."""
     with reporting(key[:8], "prepare") as reporter, progress_line("prepare") as line:
 
@@ -94,7 +98,14 @@ def build_tokens(rows: RowsConfig, home: Path, tokenizer: Path, key: str) -> str
             line.show(state)
             reporter.show(state)
 
-        directory = build(rows, home=home, tokenizer=tokenizer, vocabulary=None, progress=on_progress)
+        directory = build(
+            rows,
+            home=home,
+            tokenizer=tokenizer,
+            vocabulary=None,
+            progress=on_progress,
+            trust_remote_code=trust_remote_code,
+        )
         tokens = TokenCache.open(directory)
         reporter.table("token-cache", lambda: tokens_table(tokens.manifest), f"token cache {directory.name}")
         reporter.markdown(

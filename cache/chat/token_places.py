@@ -11,9 +11,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import xxhash
 from jaxtyping import Int64, UInt32
 from numpy import ndarray
 
+from cache.canonical import canonical
 from cache.ragged import offsets_of
 
 
@@ -98,6 +100,12 @@ def byte_places(text: str) -> Int64[ndarray, "places"]:
     """The byte at which each character of a text starts, and the number of bytes."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     return offsets_of(1 + (points > 0x7F) + (points > 0x7FF).astype(np.int64) + (points > 0xFFFF))
+
+
+def hash_texts(backend: Any) -> str:
+    """Of the text of every id of a `tokenizers.Tokenizer`: an id that stands for other words changes it."""
+    texts = backend.get_vocab(with_added_tokens=True)
+    return xxhash.xxh3_128_hexdigest(canonical(sorted((number, text) for text, number in texts.items())))
 
 
 def _widths(backend: Any) -> Int64[ndarray, "V"]:

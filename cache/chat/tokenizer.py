@@ -40,16 +40,9 @@ class ChatTokenizer:
         template: str | None,
         template_arguments: dict[str, Any],
         supervise: Literal["all", "last"],
+        trust_remote_code: bool = False,
     ) -> None:
-        # Imported here because it pulls torch in, and only conversations need it.
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-        if not self._tokenizer.is_fast:
-            raise BadSource(
-                f"the tokenizer in {tokenizer} has no tokenizer.json, expected one: it tells which text a token covers."
-                " Save it again with transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…)."
-            )
+        self._tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
         self._supervise = supervise
         self.noted: Counter[str] = Counter()
         self._template = load_template(self._tokenizer, tokenizer, template, template_arguments)
@@ -168,6 +161,31 @@ class ChatTokenizer:
                     f" {served[at : at + 8]} there. The drafter would learn other ids than serving sees. Report it as"
                     f" a fault of dflash-train, with the row and {self._template.name}."
                 )
+
+
+def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer as transformers builds it. Never asks anything; raises BadSource where it cannot be used."""
+    # Imported here because it pulls torch in, and only conversations need it.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind: the files, a class of another version, or the model's own code
+        if "trust_remote_code" in str(error):
+            raise BadSource(
+                f"the tokenizer in {directory} comes with code of its own, which is not run unasked. Read it, then set"
+                " target.trust_remote_code=true."
+            ) from None
+        raise BadSource(
+            f"the tokenizer in {directory} cannot be loaded by transformers ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}). Download its files again, or name another target.model."
+        ) from error
+    if not tokenizer.is_fast:
+        raise BadSource(
+            f"the tokenizer in {directory} has no tokenizer.json, expected one: it tells which text a token covers."
+            " Save it again with transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…)."
+        )
+    return tokenizer
 
 
 def load_template(tokenizer: Any, directory: Path, file: str | None, arguments: dict[str, Any]) -> Template:

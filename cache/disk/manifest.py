@@ -56,6 +56,9 @@ class Manifest:
     tokenizer: dict[str, Any] = field(
         default_factory=dict
     )  # stop ids, ids of a probe text, hash of every id's text; empty without a tokenizer
+    # What a person asks for; none of it is in the key.
+    sources: list[str] = field(default_factory=list)  # as they were named
+    versions: dict[str, str] = field(default_factory=dict)  # of the libraries that tokenised
 
     def dtypes(self) -> dict[str, str]:
         return {"ids": self.dtype, "mask": "uint8", **ROW_DTYPES}

@@ -6,7 +6,7 @@ clock is too coarse to show that it changed again.
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,12 @@ State = tuple[int, ...]
 
 
 def state_of(path: Path) -> State:
-    """What the file system says of a file; equal states of a settled file mean equal content."""
+    """What the file system says of a file; equal states of a settled file mean equal content.
+
+    The number of the device is not in it: each machine that shares a disk counts its own.
+    """
     stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def states_of(parts: Iterable[SourceFiles]) -> dict[Path, State]:
@@ -36,14 +39,18 @@ def states_of(parts: Iterable[SourceFiles]) -> dict[Path, State]:
     return {file.path: state_of(file.path) for part in parts for file in (*part.files, *part.indices)}
 
 
-def hash_sources(parts: list[SourceFiles], sidecar: Path) -> str:
-    """xxh3 over the files' formats, sizes and hashes, in order; names and places are not in it."""
+def hash_sources(parts: Sequence[SourceFiles], sidecar: Path) -> str:
+    """xxh3 over the files' formats and hashes, in order; names and places are not in it, nor who named them.
+
+    Only row numbers belong to the files before them, so only there it counts where a part begins.
+    """
     digest = xxhash.xxh3_128()
     for part in parts:
+        if part.indices:
+            digest.update(b"|")
         for role, files in (("rows", part.files), ("indices", part.indices)):
             for file in files:
                 digest.update(f"{role}:{file.format}:{hash_file(file.path, sidecar)};".encode())
-        digest.update(b"|")
     return digest.hexdigest()
 
 

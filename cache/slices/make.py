@@ -7,13 +7,15 @@ storage) share the work.
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cache.errors import BadSource, CacheCorrupt, CacheMismatch
+from cache.key.behaviour import versions
 from cache.key.code import PACKAGE, tokenising_code
-from cache.key.content import CHAT_FILES, hash_chat_files
+from cache.key.content import CHAT_FILES, hash_chat_files, sidecar_of
 from cache.locks import beside, held, lock_of
 from cache.slices.collect import Tokenises, Told, pieces_of
 from cache.slices.pieces import Piece, PlacedPiece, read_pieces, write_pieces
@@ -73,6 +75,11 @@ class Tokeniser:
                 f"the code in {PACKAGE} is not the one that this slice was asked with. Start the Dask "
                 "workers again, from the same checkout as the flow."
             )
+        if self._plan.versions != versions():
+            raise CacheMismatch(
+                f"{socket.gethostname()} has {_spelled(versions())}, expected {_spelled(self._plan.versions)} as "
+                "where the flow runs: other versions make other tokens. Install the same there."
+            )
         if self._chat is None:
             self._chat = load_chat(self._plan)
         for left in path.parent.glob(f"{path.name}.tmp-*"):  # by a builder that was killed: its lock is held here
@@ -96,6 +103,10 @@ class Tokeniser:
             return file_chunks(one.cut.part, self._plan.layout, one.cut.range)
         assert self._table is not None, "a table in memory is not sent to other processes"
         return table_chunks(self._table, self._plan.layout, IN_MEMORY, one.cut.range)
+
+
+def _spelled(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +144,9 @@ def load_chat(plan: SlicePlan) -> Tokenises:
         template=rows.template,
         template_arguments=rows.template_arguments,
         supervise=rows.supervise,
+        trust_remote_code=plan.trust_remote_code,
     )
-    found = hash_chat_files(rows, plan.tokenizer)
+    found = hash_chat_files(rows, plan.tokenizer, sidecar_of(plan.directory.parent.parent))
     changed = [name for name in CHAT_FILES if found[name] != plan.chat_files[name]]
     if changed:
         files = {"tokenizer": plan.tokenizer, "template": rows.template}

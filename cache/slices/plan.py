@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from cache.config import RowsConfig
+from cache.key.behaviour import versions
 from cache.key.code import tokenising_code
 from cache.key.content import CHAT_FILES, hash_recipe, sidecar_of
 from cache.key.file_hashes import State, hash_file, states_of
@@ -53,6 +54,8 @@ class SlicePlan:
     recipe: str  # hash of all that decides the tokens, but for the rows
     code: str  # hash of the modules that make them: a worker that runs others must not
     chat_files: dict[str, str]  # hashes of tokenizer and template, as they are in the recipe
+    versions: dict[str, str]  # of the libraries that tokenise: a worker with others would make other tokens
+    trust_remote_code: bool
 
     def path(self, one: Slice) -> Path:
         return self.directory / f"{one.key}.arrow"
@@ -63,7 +66,13 @@ class SlicePlan:
 
 
 def plan_slices(
-    source: Source, rows: RowsConfig, tokenizer: Path | None, parts: dict[str, str], home: Path
+    source: Source,
+    rows: RowsConfig,
+    tokenizer: Path | None,
+    parts: dict[str, str],
+    home: Path,
+    *,
+    trust_remote_code: bool = False,
 ) -> SlicePlan:
     """Cut the source; `parts` are those of its content key."""
     sidecar = sidecar_of(home)
@@ -83,7 +92,18 @@ def plan_slices(
         slices += named(cuts_of_files(part, source.layout, lambda path: hash_file(path, sidecar)), states)
     directory = home / "tokens" / ".slices"
     chat_files = {name: parts[name] for name in CHAT_FILES}
-    return SlicePlan(tuple(slices), source.layout, rows, tokenizer, directory, recipe, tokenising_code(), chat_files)
+    return SlicePlan(
+        tuple(slices),
+        source.layout,
+        rows,
+        tokenizer,
+        directory,
+        recipe,
+        tokenising_code(),
+        chat_files,
+        versions(),
+        trust_remote_code,
+    )
 
 
 def num_rows_of(slices: Iterable[Slice]) -> int | None:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoTokenizer
-
 from cache.chat.control_text import BREAK, ControlText
 from cache.chat.find_answers import ANSWER
 from cache.chat.message import Message, Refused
 from cache.chat.template_probe import probe
-from cache.chat.tokenizer import load_template
+from cache.chat.tokenizer import load_template, load_tokenizer
 from cache.config import RowsConfig
 from dflash.answers.questions import Question
 
@@ -51,8 +49,8 @@ class Reply:
 class Prompter:
     """The target's tokenizer and chat template, used as `cache.chat.tokenizer` uses them for rows."""
 
-    def __init__(self, tokenizer: Path, rows: RowsConfig) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    def __init__(self, tokenizer: Path, rows: RowsConfig, *, trust_remote_code: bool = False) -> None:
+        self._tokenizer: Any = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
         self.template = load_template(self._tokenizer, tokenizer, rows.template, rows.template_arguments)
         self.known = frozenset(self._tokenizer.get_vocab().values())  # ids; the target's head may have more rows
         found = probe(self.template, self._tokenizer, tokenizer)

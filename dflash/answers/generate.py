@@ -47,7 +47,8 @@ def generate(path: Path) -> None:
     """
     with run_lock(path):
         config = read_config(path)
-        prompter = Prompter(tokenizer_directory(config.target), config.rows)
+        directory, may_run = tokenizer_directory(config.target), config.target.trust_remote_code
+        prompter = Prompter(directory, config.rows, trust_remote_code=may_run)
         longest = int(text_config(config.target).max_position_embeddings)
         answers = AnswerFiles(path, settings_of(config, prompter.template.source, path))
         try:

@@ -73,7 +73,7 @@ def _meanings(config: PreTrainedConfig, stop_ids: Collection[int]) -> dict[int, 
 
 def _proposal(config: PreTrainedConfig, rows: int, stop_ids: Collection[int]) -> str:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, trust_remote_code=False)  # None would ask
         found = find_mask_token(tokenizer, config, rows, stop_ids)
     except Exception:  # a proposal for a message about another error
         found = None

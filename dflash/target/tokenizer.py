@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from cache.disk.manifest import Manifest
-from cache.key.tokenizer_files import hash_vocabulary, probe_ids
+from cache.key.behaviour import spelling
 from dflash.config import TargetConfig
 from dflash.errors import TargetMismatch
 
 # What a tokenizer needs of a hub model, and its sizes; not the weights.
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+_CODE = ["*.py"]  # where the target's own code may run
 
 
 def tokenizer_directory(target: TargetConfig) -> Path:
@@ -18,7 +19,8 @@ def tokenizer_directory(target: TargetConfig) -> Path:
         return directory
     from huggingface_hub import snapshot_download  # imported here: a target on disk needs no hub
 
-    return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=_FILES))
+    patterns = _FILES + (_CODE if target.trust_remote_code else [])
+    return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=patterns))
 
 
 def check_tokenizer(manifest: Manifest, target: TargetConfig) -> None:
@@ -32,7 +34,10 @@ def check_tokenizer(manifest: Manifest, target: TargetConfig) -> None:
         return
     directory = tokenizer_directory(target)
     repair = "Prepare the rows again with this target."
-    expected, got = facts["probe"], probe_ids(directory)
+    expected = facts["probe"]
+    # The same code as made the rows: transformers, where they were made of conversations.
+    is_chat = bool(facts.get("chat"))
+    got, texts = spelling(directory, by_transformers=is_chat, trust_remote_code=target.trust_remote_code)
     if got != expected:
         pairs = zip(got, expected, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected)))
@@ -40,7 +45,6 @@ def check_tokenizer(manifest: Manifest, target: TargetConfig) -> None:
             f"the rows' tokenizer is not the target's: for a probe text it gave {expected[at : at + 4]} at token {at}, "
             f"where {target.model} gives {got[at : at + 4]}. {repair}"
         )
-    texts = hash_vocabulary(directory)
     if texts != facts.get("vocabulary", texts):
         raise TargetMismatch(
             f"the rows' tokenizer is not the target's: the texts of all its ids hash to {facts['vocabulary']}, those "

@@ -30,12 +30,20 @@ from flows.slices.slice_task import WORKERS_OWN, SoFar, forget_tokenizer, tokeni
 LOCAL = "local:"  # so many worker processes here
 
 
-def tokenise_missing(rows: RowsConfig, tokenizer: Path, key: ContentKey, home: Path, dask: str | None) -> None:
+def tokenise_missing(
+    rows: RowsConfig,
+    tokenizer: Path,
+    key: ContentKey,
+    home: Path,
+    dask: str | None,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
     """Make the slices that the token cache of this key lacks. Rows that came tokenised have none."""
     source = open_source(find_files(rows), rows)
     if source.layout.kind == "tokens":
         return
-    plan = plan_slices(source, rows, tokenizer, key.parts, home)
+    plan = plan_slices(source, rows, tokenizer, key.parts, home, trust_remote_code=trust_remote_code)
     missing = plan.missing()
     if not missing:
         return

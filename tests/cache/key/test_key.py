@@ -138,39 +138,81 @@ def test_a_table_in_memory_counts_by_what_it_shows(tmp_path: Path) -> None:
     "change",
     [
         {"max_tokens": 8}, {"overflow": "drop"}, {"supervise": "last"}, {"held_out": 0.5}, {"groups": ["a"]},
-        {"vocabulary": 999}, {"template_arguments": {"a": 1}}, {"columns": {"mask": "loss_mask"}}, {"split": "train"},
+        {"vocabulary": 999}, {"columns": {"group": "kind"}},
     ],
 )  # fmt: skip
 def test_every_rule_is_in_the_key(tmp_path: Path, change: dict[str, Any]) -> None:
-    path = put(tmp_path / "a.arrow")
-    assert key_of(path, tmp_path, **change) != key_of(path, tmp_path)
+    data = table(ROWS, domain=["a", "b", "a"], kind=["x", "y", "z"])
+    assert key_of("memory", tmp_path, data=data, **change) != key_of("memory", tmp_path, data=data)
 
 
-def test_a_limit_that_changes_no_token_is_not(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.arrow")
-    assert key_of(path, tmp_path, max_dropped=0.9) == key_of(path, tmp_path)
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        ({"max_dropped": 0.9}, {}),
+        ({"columns": {"ids": "input_ids", "mask": "loss_mask"}}, {}),
+        ({"groups": ["a", "b"]}, {"groups": ["b", "a", "b"]}),
+        ({"template_arguments": {"a": 1}}, {}),  # of rows that came tokenised
+    ],
+)
+def test_what_changes_no_token_is_not(tmp_path: Path, one: dict[str, Any], same: dict[str, Any]) -> None:
+    data = table(ROWS, domain=["a", "b", "a"])
+    assert key_of("memory", tmp_path, data=data, **one) == key_of("memory", tmp_path, data=data, **same)
+
+
+def test_the_same_files_have_the_same_key_whoever_names_them(tmp_path: Path) -> None:
+    home, source = tmp_path / "home", tmp_path / "source"
+    source.mkdir()
+    first, second = put(source / "train-0.arrow"), put(source / "train-1.arrow", ROWS[:2])
+    keys = [
+        key_of(source, home),
+        key_of(source, home, split="train"),
+        key_of(source / "*.arrow", home),
+        key_of([str(first), str(second)], home),
+    ]
+    assert len(set(keys)) == 1
+    assert key_of([str(second), str(first)], home) not in keys
+
+
+def test_another_machine_of_a_shared_home_finds_the_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = put(tmp_path / "a.arrow"), []
+    monkeypatch.setattr(fingerprint, "SETTLED_S", 0.0)
+    key = key_of(path, tmp_path)
+    blocks = fingerprint.read_blocks
+    monkeypatch.setattr(fingerprint, "read_blocks", lambda given: read.append(given) or blocks(given))
+    assert key_of(path, tmp_path) == key
+    assert read == []
+    assert len(fingerprint.state_of(path)) == 4, "each machine counts its devices otherwise"
+
+
+def chat(path: Path) -> Path:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Don't  stop 42."}]
+    path.write_text(json.dumps({"messages": said}) + "\n")
+    return path
 
 
 def test_the_template_counts_by_its_text(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.arrow")
+    path = chat(tmp_path / "a.jsonl")
     one, same, other = (tmp_path / name for name in ("1.jinja", "2.jinja", "3.jinja"))
     one.write_text("x")
     same.write_text("x")
     other.write_text("y")
     keys = [key_of(path, tmp_path, template=str(file)) for file in (one, same, other)]
     assert keys[0] == keys[1] != keys[2]
+    assert key_of(path, tmp_path, template=str(one), template_arguments={"a": 1}) not in keys
 
 
-def test_a_tokenizer_counts_by_its_files_and_by_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_tokenised_rows_a_tokenizer_counts_by_its_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = put(tmp_path / "a.arrow")
     plain, bos = tokenizer_at(tmp_path / "plain"), tokenizer_at(tmp_path / "bos", bos=True)
     keys = [key_of(path, tmp_path, tokenizer) for tokenizer in (None, plain, bos)]
     assert len(set(keys)) == 3
-    assert key_of(path, tmp_path, shutil.copytree(plain, tmp_path / "copy")) == keys[1]
     assert probe_ids(bos)[0] == 0 != probe_ids(plain)[0]
-    # The same files under a backend that does something else with them.
-    monkeypatch.setattr("cache.key.content.probe_ids", lambda _: [1, 2, 3])
-    assert key_of(path, tmp_path, plain) != keys[1]
+    (plain / "generation_config.json").write_text('{"temperature": 0.7}')
+    (plain / "chat_template.jinja").write_text("x")
+    assert key_of(path, tmp_path, shutil.copytree(plain, tmp_path / "copy")) == keys[1]
 
 
 def test_the_code_counts_by_its_syntax(tmp_path: Path) -> None:
