@@ -16,6 +16,7 @@ from pathlib import Path
 from cache.errors import CacheError
 from cache.json_file import write_json
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
+from dflash.run_directory import CONFIG, report_name
 
 USER_ERRORS = (ConfigMismatch, TargetMismatch, RunLocked, CheckpointCorrupt, CacheError)
 STOPPED = 75
@@ -23,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def main() -> int:
-    """Parse, run, and leave error.json behind when it fails."""
+    """Parse, run, and leave error-COMMAND.json behind when it fails."""
     # OpenMP reads it when torch is loaded: threads that wait give way soon, not after 3 ms of spinning, which costs a
     # run a third of its speed and more where other work wants the cores, too.
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
@@ -37,7 +38,7 @@ def main() -> int:
         # torchrun sends it to the others of one that failed; all that is left to do here is to say why.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         traceback.print_exc()
-        _leave_error(getattr(arguments, "run", None), error)
+        _leave_error(arguments, error)
         return 2 if isinstance(error, USER_ERRORS) else 1
 
 
@@ -47,10 +48,16 @@ def _die_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _leave_error(run: Path | None, error: BaseException) -> None:
-    if run is None or not run.is_dir():
+def _error_file(arguments: argparse.Namespace) -> Path:
+    stage = {"dequantise": "target"}.get(arguments.command, arguments.command)
+    return Path(arguments.run) / report_name("error", stage)
+
+
+def _leave_error(arguments: argparse.Namespace, error: BaseException) -> None:
+    if getattr(arguments, "run", None) is None or not arguments.run.is_dir():
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (run / "error.json").exists():
+    file = _error_file(arguments)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and file.exists():
         return  # another process of this run failed first, and this one because of it
     kind = type(error)
     value = {
@@ -60,9 +67,9 @@ def _leave_error(run: Path | None, error: BaseException) -> None:
         "traceback": "".join(traceback.format_exception(error)),
     }
     try:
-        write_json(run / "error.json", value)
+        write_json(file, value)
     except OSError as full:  # the error is on stderr, too
-        print(f"error.json could not be written: {full}", file=sys.stderr)
+        print(f"{file} could not be written: {full}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,59 +83,73 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("run", type=Path, help="run directory, with config.json")
         command.add_argument("--tokens", type=Path, required=True, help="directory of the token cache")
+        _add_config(command)
         if name == "train":
             command.add_argument("--until-epoch", type=int, help="stop once so many epochs of the plan are done")
             command.add_argument("--until-time", type=float, help="stop at this time, in seconds since 1970")
             command.add_argument("--override", action="store_true", help="accept changed settings, on record")
     command = commands.add_parser("export", help="write the newest checkpoint in its served layouts")
     command.add_argument("run", type=Path, help="run directory, with config.json")
+    _add_config(command)
     command = commands.add_parser("generate", help="answer prompts with the target and write answers.jsonl")
     command.add_argument("run", metavar="answers", type=Path, help="directory of the answers, with config.json")
+    _add_config(command)
     command = commands.add_parser("dequantise", help="write a GGUF file as safetensors, once")
     command.add_argument("file", type=Path, help="GGUF file")
     command.add_argument("home", type=Path, help="directory to write below: targets/<sha256>/")
+    command.add_argument("run", metavar="reports", type=Path, nargs="?", help="directory for what goes wrong")
     command = commands.add_parser("probe", help="load an exported drafter and write its hidden states of seeded inputs")
     command.add_argument("directory", type=Path, help="exported drafter")
     command.add_argument("out", type=Path, help="safetensors file to write")
     return parser
 
 
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config",
+        default=CONFIG,
+        metavar="NAME",
+        help="file in the run directory to read the parameters from; train makes it config.json once it accepts it",
+    )
+
+
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here: argument errors and --help answer at once, without torch.
-    if arguments.command in ("check", "train", "evaluate", "export", "generate"):
-        (arguments.run / "error.json").unlink(missing_ok=True)
+    if getattr(arguments, "run", None) is not None:
+        _error_file(arguments).unlink(missing_ok=True)
     if arguments.command == "train":
         from dflash.interrupt import Interrupted
         from dflash.training.train import train
         from dflash.training.until import Until
 
         def last_resort(error: BaseException) -> None:
-            _leave_error(arguments.run, error)
+            _leave_error(arguments, error)
             os._exit(1)
 
-        until = Until(arguments.until_epoch, arguments.until_time)
+        until, config = Until(arguments.until_epoch, arguments.until_time), arguments.config
+        options = {"override": arguments.override, "last_resort": last_resort, "config_name": config}
         try:
-            train(arguments.run, arguments.tokens, until, override=arguments.override, last_resort=last_resort)
+            train(arguments.run, arguments.tokens, until, **options)
         except Interrupted:
             return STOPPED
     elif arguments.command == "check":
         from dflash.training.check import check
 
-        check(arguments.run, arguments.tokens)
+        check(arguments.run, arguments.tokens, arguments.config)
     elif arguments.command == "evaluate":
         from dflash.evaluation.evaluate import evaluate
 
-        evaluate(arguments.run, arguments.tokens)
+        evaluate(arguments.run, arguments.tokens, arguments.config)
     elif arguments.command == "export":
         from dflash.export.export import export
 
-        export(arguments.run)
+        export(arguments.run, arguments.config)
     elif arguments.command == "generate":
         from dflash.answers.generate import generate
         from dflash.interrupt import Interrupted
 
         try:
-            generate(arguments.run)
+            generate(arguments.run, arguments.config)
         except Interrupted:
             return STOPPED
     elif arguments.command == "dequantise":

@@ -3,7 +3,7 @@
 config.json     the resolved parameters            checkpoints/    dflash/training/checkpoint.py
 metrics.jsonl   one line per log_every_steps       features/       dflash/pipeline/feature_store.py
 tensorboard/    the same as curves                 dflash/training/curves.py
-progress.json   where the current stage stands     train.json, evaluation.json, export.json, report.html
+progress-STAGE.json  where a stage stands          train.json, evaluation.json, export.json, report.html
 history.jsonl   who trained what and when, and settings that were overridden
 """
 
@@ -22,12 +22,25 @@ from cache.json_file import write_json, write_text
 from dflash.config import RunConfig
 from dflash.errors import ConfigMismatch
 
+CONFIG = "config.json"
+
+
+def report_name(kind: str, stage: str) -> str:
+    """The file of `progress` or `error` of a stage: several stages may be at work in one run directory."""
+    return f"{kind}-{stage}.json"
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths of one run."""
 
     path: Path
+    config_name: str = CONFIG  # of the parameters to read: those of the run, or those that are proposed for it
+
+    def accept_config(self) -> None:
+        """What was proposed is from now on what the run is made with. Its caller holds the run's lock."""
+        if self.config_name != CONFIG:
+            (self.path / self.config_name).replace(self.path / CONFIG)
 
     @property
     def checkpoints(self) -> Path:
@@ -42,7 +55,7 @@ class RunDirectory:
 
         Raises ConfigMismatch naming the field that is wrong.
         """
-        file = self.path / "config.json"
+        file = self.path / self.config_name
         try:
             tree = json.loads(file.read_text())
             return RunConfig.model_validate({k: v for k, v in tree.items() if k not in ("name", "home", "rows")})
@@ -93,10 +106,13 @@ class RunDirectory:
 
 
 class ProgressFile:
-    """progress.json: at most two writes a second, and one at the end."""
+    """progress-STAGE.json: at most two writes a second, and one at the end."""
 
-    def __init__(self, run: RunDirectory, stage: str, total: int, unit: str, done: int = 0) -> None:
-        self._file = run.path / "progress.json"
+    def __init__(
+        self, run: RunDirectory, stage: str, total: int, unit: str, done: int = 0, within: str | None = None
+    ) -> None:
+        """`within`: the stage whose process this part of it is done in."""
+        self._file = run.path / report_name("progress", within or stage)
         self._stage, self._total, self._unit = stage, total, unit
         self._first = self._done = done
         self._start = time.monotonic()

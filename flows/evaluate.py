@@ -11,7 +11,7 @@ from prefect.states import Completed
 from cache.json_file import read_json
 from dflash.config import EvaluationConfig
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree, in_use, proposed_config, read_parameters
+from flows.runs.directory import Tree, in_use, proposed_config, read_parameters, stage_alone
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
 from flows.runs.repeats import evaluate_fingerprint
@@ -57,8 +57,8 @@ def evaluate_run(parameters: Parameters, tokens: Path) -> Tree:
 @task(name="evaluate", task_run_name="evaluate {parameters.name}", cache_policy=NO_CACHE)
 def evaluate_drafter(parameters: Parameters, tokens: Path) -> Tree:
     run = parameters.run_directory
-    with proposed_config(run, parameters):
-        watch_stage("evaluate", ["evaluate", str(run), "--tokens", str(tokens)], run)
+    with stage_alone(run, "evaluate"), proposed_config(run, parameters, "evaluate") as config:
+        watch_stage("evaluate", ["evaluate", str(run), "--tokens", str(tokens), "--config", config], run)
     result = read_json(run / "evaluation.json")
     assert result is not None, "an evaluation that succeeded leaves evaluation.json"
     with reporting(parameters.name, "evaluate") as reporter:

@@ -10,7 +10,7 @@ from prefect.states import Completed
 
 from cache.json_file import read_json
 from dflash.config import ExportConfig
-from flows.runs.directory import Tree, in_use, proposed_config, read_parameters
+from flows.runs.directory import Tree, in_use, proposed_config, read_parameters, stage_alone
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
 from flows.runs.repeats import export_fingerprint
@@ -42,7 +42,7 @@ def export_run(parameters: Parameters) -> Tree:
     run = parameters.run_directory
     fingerprint = export_fingerprint(parameters)
     result = read_json(run / "export.json")
-    if result is not None and Path(result["path"]).is_dir() and is_finished(run, "export", fingerprint):
+    if result is not None and _is_still_there(result) and is_finished(run, "export", fingerprint):
         logger.info("export: not repeated for this checkpoint, %s", outcome(result))
         return result
     result = export_drafter(parameters)
@@ -51,11 +51,17 @@ def export_run(parameters: Parameters) -> Tree:
     return result
 
 
+def _is_still_there(result: Tree) -> bool:
+    """Whether every layout is where it was written, and nobody has put another in its place."""
+    layouts = result["layouts"].values()
+    return all(read_json(Path(one["path"]) / "origin.json") == one["origin"] for one in layouts)
+
+
 @task(name="export", task_run_name="export {parameters.name}", cache_policy=NO_CACHE)
 def export_drafter(parameters: Parameters) -> Tree:
     run = parameters.run_directory
-    with proposed_config(run, parameters):
-        watch_stage("export", ["export", str(run)], run)
+    with stage_alone(run, "export"), proposed_config(run, parameters, "export") as config:
+        watch_stage("export", ["export", str(run), "--config", config], run)
     result = read_json(run / "export.json")
     assert result is not None, "an export that succeeded leaves export.json"
     return result

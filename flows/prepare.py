@@ -12,11 +12,12 @@ from cache.build import BuildProgress, build, refuse_drops
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
 from cache.errors import BadSource
+from cache.json_file import read_json
 from cache.key.content import content_key
 from cache.locks import held, lock_of
 from cache.source.find import find_files
 from dflash.config import TargetConfig
-from dflash.target.tokenizer import tokenizer_directory
+from dflash.target.tokenizer import commit_of, tokenizer_directory
 from flows.errors import BadParameter
 from flows.runs.ledger import measured, note_tokens
 from flows.runs.parameters import Dask, Home, Parameters, resolve_home, resolve_rows, resolve_target
@@ -50,10 +51,19 @@ def prepare_run(parameters: Parameters, dask: str | None = None) -> tuple[Parame
     parameters = parameters.resolved()
     home = resolve_home(parameters.home)
     run = parameters.run_directory
-    target = local_target(parameters.target, home, run)
+    target = pinned(local_target(parameters.target, home, run), run)
     tokens = prepare_tokens(parameters.rows, target, home, run, dask=dask)
     note_tokens(run, tokens.name)
     return parameters.model_copy(update={"target": target}), tokens
+
+
+def pinned(target: TargetConfig, run: Path) -> TargetConfig:
+    """A hub model without a revision, fixed to the commit that the run began with: what is new there changes no run."""
+    if target.revision is not None or Path(target.model).is_dir():
+        return target
+    before = (read_json(run / "config.json") or {}).get("target", {})
+    kept = before.get("revision") if before.get("model") == target.model else None
+    return target.model_copy(update={"revision": kept or commit_of(target)})
 
 
 def prepare_tokens(
@@ -152,11 +162,12 @@ def local_target(target: TargetConfig, home: Path, run: Path | None = None) -> T
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     directory = home / "targets" / sha256
-    with held(lock_of(directory)):  # two at once would share progress.json and error.json, and do the work twice
+    with held(lock_of(directory)):  # two at once would do the work twice
         if (directory / "config.json").is_file():
             os.utime(directory)  # used: `clean` keeps what is young
         else:
             logger.info("target: dequantising %s, once", file.name)
             with measured(run, "target"), progress_line("target") as line:
-                run_stage("target", ["dequantise", str(file), str(home)], home / "targets", line.show)
+                reports = home / "targets" / ".stages" / sha256
+                run_stage("target", ["dequantise", str(file), str(home), str(reports)], reports, line.show)
     return target.model_copy(update={"model": str(directory)})

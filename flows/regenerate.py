@@ -10,11 +10,10 @@ from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 
 from cache.config import RowsConfig
-from cache.json_file import read_json, write_json
+from cache.json_file import read_json
 from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
-from dflash.errors import ConfigMismatch, RunLocked
 from flows.prepare import local_target
-from flows.runs.directory import Tree
+from flows.runs.directory import Tree, proposed_config, stage_alone
 from flows.runs.parameters import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
 from flows.runs.repeats import is_worth_retrying
 from flows.stage.watch import watch_stage
@@ -64,15 +63,8 @@ def regenerate(
     retry_condition_fn=is_worth_retrying,
 )
 def answer(directory: Path, config: AnswersConfig) -> Tree:
-    file = directory / "config.json"
-    before = read_json(file)
-    write_json(file, config.model_dump(mode="json"))
-    try:
-        watch_stage("generate", ["generate", str(directory)], directory)
-    except (ConfigMismatch, RunLocked):
-        if before is not None:  # it still says how the answers that are there were made
-            write_json(file, before)
-        raise
+    with stage_alone(directory, "generate"), proposed_config(directory, config, "generate") as name:
+        watch_stage("generate", ["generate", str(directory), "--config", name], directory)
     result = read_json(directory / "answers.json")
     assert result is not None, "a generation that succeeded leaves answers.json"
     return result

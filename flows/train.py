@@ -14,7 +14,7 @@ from cache.json_file import read_json
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
 from flows.errors import CannotFit
 from flows.prepare import prepare_run
-from flows.runs.directory import Tree, epochs_done, in_use, proposed_config, read_lines
+from flows.runs.directory import Tree, accept_config, epochs_done, in_use, proposed_config, read_lines, stage_alone
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.naming import train_run_name
 from flows.runs.parameters import Dask, Home, Name, Parameters
@@ -73,6 +73,7 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
     fingerprint = train_fingerprint(parameters, tokens)
     trained = read_json(run / "train.json")
     if trained is not None and trained["finished"] and is_finished(run, "train", fingerprint):
+        accept_config(run, parameters)
         logger.info("train: not repeated, %s", outcome(trained))
         return trained
     limits = fix_limits(parameters)
@@ -101,9 +102,9 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
 )
 def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
     run = parameters.run_directory
-    with proposed_config(run, parameters):
-        check_run(run, tokens)
-        arguments = ["train", str(run), "--tokens", str(tokens), *limits.arguments()]
+    with stage_alone(run, "train"), proposed_config(run, parameters, "train") as config:
+        check_run(run, tokens, config)
+        arguments = ["train", str(run), "--tokens", str(tokens), "--config", config, *limits.arguments()]
         watch_stage("train", arguments, run, parameters.training.processes)
     trained = read_json(run / "train.json")
     assert trained is not None, "a training that succeeded leaves train.json"
@@ -113,9 +114,9 @@ def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
     return trained
 
 
-def check_run(run: Path, tokens: Path) -> Tree:
+def check_run(run: Path, tokens: Path, config: str) -> Tree:
     """Refuses what cannot fit, from a measured step, before hours are spent on it. Returns plan.json."""
-    watch_stage("check", ["check", str(run), "--tokens", str(tokens)], run)
+    watch_stage("check", ["check", str(run), "--tokens", str(tokens), "--config", config], run)
     plan = read_json(run / "plan.json")
     assert plan is not None, "a check that succeeded leaves plan.json"
     if not plan["fits"]:

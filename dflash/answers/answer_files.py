@@ -27,7 +27,8 @@ from cache.key.file_hashes import hash_sources
 from cache.source.find import find_files
 from dflash.config import AnswersConfig
 from dflash.errors import ConfigMismatch
-from dflash.training.open_run import changed_settings, fingerprint
+from dflash.target.identity import fingerprint
+from dflash.training.open_run import changed_settings
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,8 @@ class _Place:
     size: int
 
 
-def read_config(path: Path) -> AnswersConfig:
-    """The parameters in config.json; name and home are the flow's. Raises ConfigMismatch by the name of the field."""
-    file = path / "config.json"
+def read_config(file: Path) -> AnswersConfig:
+    """The parameters in a config.json; name and home are the flow's. Raises ConfigMismatch by the name of the field."""
     try:
         tree = json.loads(file.read_text())
         return AnswersConfig.model_validate({k: v for k, v in tree.items() if k not in ("name", "home")})

@@ -27,7 +27,7 @@ from dflash.answers.servers import REFUSED, Servers
 from dflash.config import AnswersConfig
 from dflash.errors import ConfigMismatch
 from dflash.interrupt import Interrupted
-from dflash.run_directory import ProgressFile, RunDirectory
+from dflash.run_directory import CONFIG, ProgressFile, RunDirectory
 from dflash.target.frozen import text_config
 from dflash.target.tokenizer import tokenizer_directory
 from dflash.training.checkpoint import run_lock
@@ -40,17 +40,18 @@ LAST_WORDS_S = {"transformers": 10.0, "openai": 0.5}  # a batch ends at its next
 HOPELESS = 8  # rows that servers refuse before any answer, after which it is the request that is wrong
 
 
-def generate(path: Path) -> None:
+def generate(path: Path, config_name: str = CONFIG) -> None:
     """Answer what is left and write answers.jsonl and answers.json.
 
     Raises Interrupted after SIGTERM or SIGINT, RunLocked, ConfigMismatch, ServersDown or a CacheError.
     """
     with run_lock(path):
-        config = read_config(path)
+        config = read_config(path / config_name)
         directory, may_run = tokenizer_directory(config.target), config.target.trust_remote_code
         prompter = Prompter(directory, config.rows, trust_remote_code=may_run)
         longest = int(text_config(config.target).max_position_embeddings)
         answers = AnswerFiles(path, settings_of(config, prompter.template.source, path))
+        RunDirectory(path, config_name).accept_config()
         try:
             wanted = rows_wanted(config.rows, config.generation)
             left = wanted - answers.rows

@@ -14,8 +14,9 @@ from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.evaluation.comparison import Comparison, compare, facts, finite, sample
 from dflash.evaluation.report import write_report
 from dflash.host import cpu_threads
-from dflash.run_directory import ProgressFile
+from dflash.run_directory import CONFIG, ProgressFile
 from dflash.target.frozen import Target
+from dflash.target.identity import refuse_other_target
 from dflash.target.placement import place
 from dflash.training import checkpoint
 from dflash.training.checkpoint import Checkpoint
@@ -23,15 +24,16 @@ from dflash.training.initial_drafter import load_drafter
 from dflash.training.open_run import OpenRun, open_run
 
 
-def evaluate(path: Path, tokens: Path) -> None:
+def evaluate(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
     """Write evaluation.json and report.html of the run's best checkpoint.
 
     Raises ConfigMismatch without held-out rows, CheckpointCorrupt without a checkpoint, and what `open_run` does.
     """
-    opened = open_run(path, tokens)
+    opened = open_run(path, tokens, config_name)
     after = checkpoint.best(opened.run.checkpoints)
     if after is None:
         raise CheckpointCorrupt(f"{opened.run.checkpoints} holds no checkpoint. Train the run first.")
+    refuse_other_target(opened.config.target, after.state.settings)
     before = checkpoint.first(opened.run.checkpoints)
     held_out = opened.store.rows(1)
     if not held_out.size:

@@ -6,9 +6,11 @@ trainer's logits, no tensor and no config key can be missing unnoticed, and ever
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from cache.json_file import write_json
+from cache.json_file import read_json, write_json
+from cache.locks import held
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.export.gguf_drafter import load_gguf_drafter, rounded_drafter
 from dflash.export.gguf_layout import DRAFTER, TARGET, gguf_type, write_gguf_layout
@@ -30,28 +33,32 @@ from dflash.export.layouts import (
     read_drafter,
     written_dtype,
 )
-from dflash.files import durable_directory
+from dflash.files import checksum, durable_directory
 from dflash.model.drafter import Drafter
 from dflash.model.head import Head
-from dflash.run_directory import ProgressFile, RunDirectory
+from dflash.run_directory import CONFIG, ProgressFile, RunDirectory
 from dflash.target.frozen import Target, drafter_shape, stop_tokens, text_config
+from dflash.target.identity import refuse_other_target
 from dflash.training import checkpoint
 from dflash.training.initial_drafter import load_drafter
 
+ORIGIN = "origin.json"  # in an export: which run and checkpoint it is of
 TOLERANCE = 1e-5  # float32 logits, the same weights in two processes
 
 
-def export(path: Path) -> None:
+def export(path: Path, config_name: str = CONFIG) -> None:
     """Write the best checkpoint as RUN/export/LAYOUT/ (or export.path/LAYOUT), and export.json.
 
     Raises CheckpointCorrupt without a checkpoint or when what was written does not pass the gate, ConfigMismatch for a
-    mask token that is missing or has another meaning, TargetMismatch for a layout that cannot serve this target.
+    mask token that is missing or has another meaning or a directory that this run did not write, TargetMismatch for
+    another target or a layout that cannot serve this one.
     """
-    run = RunDirectory(path)
+    run = RunDirectory(path, config_name)
     config = run.config()
     found = checkpoint.best(run.checkpoints)
     if found is None:
         raise CheckpointCorrupt(f"{run.checkpoints} holds no checkpoint. Train the run first.")
+    refuse_other_target(config.target, found.state.settings)
     target_config = text_config(config.target)
     shape = drafter_shape(config.drafter, target_config, stop_tokens(config.target))
     base = Path(config.export.path) if config.export.path else path / "export"
@@ -62,12 +69,13 @@ def export(path: Path) -> None:
     target = Target.load(config.target, shape.taps, cpu)
     embedding, head = target.ends(cpu)
     facts = target_facts(config.target.model, target_config, config.target.dtype)
+    origin = {"run": str(path.resolve()), "checkpoint": checksum(found.path / "state.json")}
     written: dict[str, Json] = {}
     for layout in layouts:
         if layout == "speculators":
             refuse_other_ends(embedding, head)
         final = base / layout
-        with durable_directory(final) as partial:
+        with owned_directory(final, origin) as partial:
             more: Json = {}
             if layout == "gguf":
                 kind = gguf_type(config.export, config.target)
@@ -82,6 +90,7 @@ def export(path: Path) -> None:
         progress.advance(f"{layout} loaded back")
         written[layout] = {
             "path": str(final),
+            "origin": origin,
             "max_logit_difference": difference,
             "tensors": len(drafter.state_dict()),
             "size_bytes": sum(file.stat().st_size for file in final.iterdir()),
@@ -89,6 +98,26 @@ def export(path: Path) -> None:
         }
     first = layouts[0]
     run.write("export.json", {**written[first], "layout": first, "checkpoint": str(found.path), "layouts": written})
+
+
+@contextmanager
+def owned_directory(final: Path, origin: Json) -> Iterator[Path]:
+    """As `durable_directory`, for one run alone: what another run, or nobody known, wrote there is not replaced."""
+    with held(final.with_name(f".{final.name}.lock")):  # two runs may export to one place at once
+        is_own = final.resolve().is_relative_to(origin["run"])  # a run may have been moved, with what is in it
+        if not is_own and final.exists() and any(final.iterdir()):
+            before = read_json(final / ORIGIN)
+            if before is None or before.get("run") != origin["run"]:
+                whose = "no run of ours wrote it" if before is None else f"the run {before.get('run')} wrote it"
+                raise ConfigMismatch(
+                    f"export.path: {final} is not empty, and {whose}. Nothing was replaced: choose another "
+                    "export.path, or remove that directory."
+                )
+        for left in final.parent.glob(f"{final.name}.tmp-*"):  # by an export that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        with durable_directory(final) as partial:
+            write_json(partial / ORIGIN, origin)
+            yield partial
 
 
 def target_facts(name: str, config: PreTrainedConfig, dtype: str) -> TargetFacts:

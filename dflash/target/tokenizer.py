@@ -23,6 +23,12 @@ def tokenizer_directory(target: TargetConfig) -> Path:
     return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=patterns))
 
 
+def commit_of(target: TargetConfig) -> str | None:
+    """The commit that the revision of a hub model means now; None for a target on disk."""
+    directory = tokenizer_directory(target)
+    return directory.name if directory.parent.name == "snapshots" else None
+
+
 def check_tokenizer(manifest: Manifest, target: TargetConfig) -> None:
     """Raise TargetMismatch when the rows were made with another tokenizer than the target's.
 

@@ -12,7 +12,7 @@ from dflash.config import RunConfig
 from dflash.distributed import Ranks
 from dflash.host import cpu_threads, free_bytes
 from dflash.pipeline.train_plan import TrainPlan
-from dflash.run_directory import ProgressFile
+from dflash.run_directory import CONFIG, ProgressFile
 from dflash.target.placement import place
 from dflash.training import checkpoint
 from dflash.training.initial_drafter import new_drafter
@@ -23,12 +23,12 @@ from dflash.training.step import Trainer
 _MEASURED = 4  # passes that are timed, after the one with the most slots, which warms up and fills the memory
 
 
-def check(path: Path, tokens: Path) -> None:
+def check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
     """Write plan.json: what is needed, what is there, and what does not fit.
 
     Raises what `open_run` does, and ConfigMismatch when the run's devices are not there.
     """
-    opened = open_run(path, tokens)
+    opened = open_run(path, tokens, config_name)
     done = checkpoint.newest(opened.run.checkpoints)
     plan, training = opened.plan(), opened.config.training
     steps = [plan.steps(epoch) for epoch in range(training.epochs)]

@@ -56,7 +56,7 @@ def fill_features(
     if not any(ranks.gather(bool(lacking))):
         return
     log.info("features of %d passes are missing: computing them again", len(lacking))
-    progress = ProgressFile(run, "features", len(lacking), "passes") if ranks.leads else None
+    progress = ProgressFile(run, "features", len(lacking), "passes", within="train") if ranks.leads else None
     buffers = Buffers(plan.buffer_tokens)
     for position, row_ids in lacking:
         batch = plan.make_batch(position, row_ids, buffers)

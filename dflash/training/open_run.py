@@ -6,21 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from cache.disk.store import TokenCache
-from dflash.config import NOT_LEARNED, RunConfig, TargetConfig
+from dflash.config import NOT_LEARNED, RunConfig
 from dflash.distributed import ALONE, Ranks
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.model.drafter import DrafterShape
 from dflash.pipeline.train_plan import RowCost, TrainPlan
-from dflash.run_directory import RunDirectory
+from dflash.run_directory import CONFIG, RunDirectory
 from dflash.target.flops import Flops, flops
 from dflash.target.frozen import Target, drafter_shape, stop_tokens, text_config
+from dflash.target.identity import fingerprint
 from dflash.target.placement import Replica
 from dflash.target.tokenizer import check_tokenizer
-
-_SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +61,9 @@ class OpenRun:
         }
 
 
-def open_run(path: Path, tokens: Path) -> OpenRun:
+def open_run(path: Path, tokens: Path, config_name: str = CONFIG) -> OpenRun:
     """Read and check. Raises ConfigMismatch, TargetMismatch or a CacheError before any weight is loaded."""
-    run = RunDirectory(path)
+    run = RunDirectory(path, config_name)
     config = run.config()
     store = TokenCache.open(tokens)
     text = text_config(config.target)
@@ -107,23 +104,3 @@ def refuse_changed(changed: dict[str, tuple[Any, Any]], *, override: bool) -> No
                 else ", or accept another curve with --override."
             )
         )
-
-
-def fingerprint(target: TargetConfig) -> str:
-    """Identity of the target's content: its config, and of each weight file the size and samples of its bytes.
-
-    A hub name is identified by name and revision: the hub's own names for content.
-    """
-    directory = Path(target.model)
-    if not directory.is_dir():
-        return f"{target.model}@{target.revision or 'main'}"
-    digest = xxhash.xxh3_128()
-    for file in sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            for offset in sorted({0, *range(0, size, max(1, size // 16)), max(0, size - _SAMPLE)}):
-                stream.seek(offset)
-                digest.update(stream.read(_SAMPLE))
-    digest.update((directory / "config.json").read_bytes())
-    return digest.hexdigest()

@@ -16,7 +16,7 @@ from dflash.errors import StageFailed
 from dflash.interrupt import Interrupted, stop_signals
 from dflash.pipeline.pipeline import Pipeline
 from dflash.pipeline.telemetry import bottleneck
-from dflash.run_directory import ProgressFile
+from dflash.run_directory import CONFIG, ProgressFile
 from dflash.step_sums import PendingReport
 from dflash.training import checkpoint
 from dflash.training.checkpoint import Checkpoint, Writer
@@ -41,6 +41,7 @@ def train(
     *,
     override: bool = False,
     last_resort: Callable[[BaseException], None] = lambda error: None,
+    config_name: str = CONFIG,
 ) -> None:
     """Train the run at `path` on a token cache and write train.json.
 
@@ -49,16 +50,18 @@ def train(
     ConfigMismatch when a setting that changes the curve differs from the run's own, CheckpointCorrupt, StageFailed.
     """
     with stop_signals() as stopping, joined() as ranks, checkpoint.run_lock(path) if ranks.leads else nullcontext():
-        opened = open_run(path, tokens)
+        opened = open_run(path, tokens, config_name)
         ranks.wait()  # nobody looks for checkpoints before the leader holds the lock
         start = checkpoint.newest(opened.run.checkpoints)
         if start is not None:
             start = _accept(opened, start, override, ranks)
-            if start.state.epoch >= opened.config.training.epochs:
-                log.info("all %d epochs are trained: nothing left", start.state.epoch)
-                if ranks.leads and not (path / "train.json").exists():  # killed before it was written
-                    opened.run.write("train.json", result(opened, start, None))
-                return
+        if ranks.leads:
+            opened.run.accept_config()
+        if start is not None and start.state.epoch >= opened.config.training.epochs:
+            log.info("all %d epochs are trained: nothing left", start.state.epoch)
+            if ranks.leads and not (path / "train.json").exists():  # killed before it was written
+                opened.run.write("train.json", result(opened, start, None))
+            return
         until = until.within(opened.config.training, start.state.epoch if start else 0)
         _Run(opened, start, until, ranks, stopping, last_resort).run()
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from cache.json_file import read_json, write_json
 from cache.locks import held, lock_of
 from dflash.errors import ConfigMismatch, RunLocked
@@ -29,17 +31,28 @@ def read_lines(path: Path) -> list[Tree]:
 
 
 @contextlib.contextmanager
-def proposed_config(run: Path, parameters: Parameters) -> Iterator[None]:
-    """Writes config.json for a stage; the one that was there comes back when the stage refuses the new one."""
-    path = run / "config.json"
-    before = read_json(path)
+def proposed_config(run: Path, parameters: BaseModel, stage: str) -> Iterator[str]:
+    """Parameters beside config.json, in a file whose name the stage is given; only training or answering makes it that.
+
+    So config.json holds what the run was accepted with, whatever is refused, killed or tried once.
+    """
+    path = run / f"proposed-{stage}.json"
     write_json(path, parameters.model_dump(mode="json"))
     try:
-        yield
-    except (ConfigMismatch, RunLocked):
-        if before is not None:
-            write_json(path, before)
-        raise
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def accept_config(run: Path, parameters: Parameters) -> None:
+    """Parameters that change nothing of a finished training are the run's from now on, for later evaluations.
+
+    Raises RunLocked while another process trains it.
+    """
+    with held(run / "lock", wait=False) as is_mine:
+        if not is_mine:
+            raise RunLocked(f"run directory {run} is being written by another process. Wait for it, or stop it.")
+        write_json(run / "config.json", parameters.model_dump(mode="json"))
 
 
 @contextlib.contextmanager
@@ -48,6 +61,15 @@ def in_use(run: Path) -> Iterator[None]:
     with held(lock_of(run), wait=False, shared=True) as is_kept:
         if not is_kept:
             raise RunLocked(f"{run} is being deleted now. Start it again, or choose another name.")
+        yield
+
+
+@contextlib.contextmanager
+def stage_alone(run: Path, stage: str) -> Iterator[None]:
+    """One process at a time does a stage of a run: its parameters, progress and errors have one file each."""
+    with held(run / f".{stage}.lock", wait=False) as is_mine:
+        if not is_mine:
+            raise RunLocked(f"{stage} of {run} is under way in another process. Wait for it, or choose another name.")
         yield
 
 

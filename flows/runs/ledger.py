@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cache.json_file import read_json, write_json
+from cache.locks import held
 
 LEDGER = "stages.json"
 SAVE_EVERY_S = 5.0
@@ -61,6 +62,7 @@ def measured(run: Path | None, stage: str) -> Iterator[Callable[[], None]]:
 
 
 def _update(run: Path, stage: str, **values: float | str) -> None:
-    ledger = read_json(run / LEDGER) or {}
-    ledger[stage] = {"seconds": 0.0, **ledger.get(stage, {}), **values}
-    write_json(run / LEDGER, ledger)
+    with held(run / ".stages.lock"):  # a training and an evaluation of one run may write at once
+        ledger = read_json(run / LEDGER) or {}
+        ledger[stage] = {"seconds": 0.0, **ledger.get(stage, {}), **values}
+        write_json(run / LEDGER, ledger)

@@ -15,6 +15,7 @@ from cache.disk.store import TokenCache
 from cache.errors import CacheError
 from dflash.config import NOT_LEARNED
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
+from dflash.target.identity import fingerprint
 from flows.errors import BadParameter, CannotFit, StageRefused, StageStopped
 from flows.runs.directory import Tree, newest_checkpoint
 from flows.runs.parameters import Parameters
@@ -73,17 +74,22 @@ def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
 def train_fingerprint(parameters: Parameters, tokens: Path) -> str:
     tree = parameters.model_dump(mode="json")
     training = {name: value for name, value in tree["training"].items() if name not in NOT_LEARNED}
-    target = {name: value for name, value in tree["target"].items() if name != "devices"}
-    target["model"] = Path(target["model"]).name  # a dequantised target is named by its content; places may change
-    return _digest([tokens.name, target, tree["drafter"], training])
+    return _digest([tokens.name, _target(parameters), tree["drafter"], training])
 
 
 def evaluate_fingerprint(parameters: Parameters, tokens: Path) -> str:
-    return _digest([_checkpoint(parameters.run_directory), tokens.name, parameters.evaluation.model_dump(mode="json")])
+    evaluation = parameters.evaluation.model_dump(mode="json")
+    return _digest([_checkpoint(parameters.run_directory), tokens.name, _target(parameters), evaluation])
 
 
 def export_fingerprint(parameters: Parameters) -> str:
-    return _digest([_checkpoint(parameters.run_directory), parameters.export.model_dump(mode="json")])
+    export = parameters.export.model_dump(mode="json")
+    return _digest([_checkpoint(parameters.run_directory), _target(parameters), export])
+
+
+def _target(parameters: Parameters) -> list[str]:
+    """The target by its content: places may change, and another one may lie at the same place."""
+    return [fingerprint(parameters.target), parameters.target.dtype]
 
 
 def _checkpoint(run: Path) -> list[str]:

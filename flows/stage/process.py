@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from dflash.run_directory import report_name
 from flows.errors import StageError, StageKilled, StageRefused, StageStopped
 from flows.runs.parameters import repository
 from flows.show.progress import StageProgress
@@ -50,7 +51,8 @@ def run_stage(
     on_progress: Callable[[StageProgress], None],
     processes: int = 1,
 ) -> None:
-    """Runs `python -m dflash ARGUMENTS` to its end; `directory` is where it writes progress.json and error.json.
+    """Runs `python -m dflash ARGUMENTS` to its end; `directory` is where it writes progress-STAGE.json and
+    error-STAGE.json.
 
     Several processes are torchrun's: it hands signals on to them, and they die with it (`dflash/__main__.py`).
 
@@ -75,8 +77,8 @@ def run_command(
     assert threading.current_thread() is threading.main_thread(), "stages are started from the main thread"
     log = directory / "logs" / f"{stage}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    for name in ("error.json", "progress.json"):
-        (directory / name).unlink(missing_ok=True)
+    for kind in ("error", "progress"):
+        (directory / report_name(kind, stage)).unlink(missing_ok=True)
     with log.open("ab") as output, _StopSignals() as stop:
         child = subprocess.Popen(
             dies_with_parent(command),
@@ -112,9 +114,9 @@ def _watch(
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = child.wait(WATCH_EVERY_S)
-            _show(directory, on_progress)
+            _show(stage, directory, on_progress)
             return code
-        _show(directory, on_progress)
+        _show(stage, directory, on_progress)
         if stop.received is not None and deadline is None:
             logger.warning("%s: stopping after this step, then a checkpoint; at most %.0f s.", stage, STOP_TIMEOUT_S)
             deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -126,8 +128,8 @@ def _watch(
             _kill_group(child)
 
 
-def _show(directory: Path, on_progress: Callable[[StageProgress], None]) -> None:
-    progress = StageProgress.read(directory / "progress.json")
+def _show(stage: str, directory: Path, on_progress: Callable[[StageProgress], None]) -> None:
+    progress = StageProgress.read(directory / report_name("progress", stage))
     if progress is not None:
         on_progress(progress)
 
@@ -162,7 +164,7 @@ class _StopSignals:
 
 def _failure(stage: str, code: int, directory: Path, log: Path) -> Exception:
     try:
-        report = json.loads((directory / "error.json").read_text())
+        report = json.loads((directory / report_name("error", stage)).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         if code == STOPPED_CLEANLY:
             return StageStopped(
@@ -177,7 +179,8 @@ def _failure(stage: str, code: int, directory: Path, log: Path) -> Exception:
         error = StageRefused(f"{stage}: {kind}: {message}")
     else:
         error = StageError(
-            f"{stage} failed with {kind}: {message}\nThe whole traceback is in {directory / 'error.json'}."
+            f"{stage} failed with {kind}: {message}\n"
+            f"The whole traceback is in {directory / report_name('error', stage)}."
         )
     error.add_note(f"{report.get('traceback', '')}\nAll that it printed is in {log}.")
     return error

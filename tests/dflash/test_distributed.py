@@ -156,7 +156,7 @@ def test_a_killed_rank_ends_the_other_and_one_goes_on_alone(
     os.kill(second.pid, signal.SIGKILL)
     assert second.wait() == -signal.SIGKILL
     assert first.wait(60) == 1
-    assert json.loads((run / "error.json").read_text())["type"] == "StageFailed"
+    assert json.loads((run / "error-train.json").read_text())["type"] == "StageFailed"
     tiny.run(["train", run, "--tokens", tokens], run / "log")
     assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
 
@@ -180,7 +180,7 @@ def test_a_rank_that_vanishes_without_a_word_ends_the_other(make_run: Callable[.
         assert first.wait(60) == 1
     finally:
         second.process.kill()
-    assert json.loads((run / "error.json").read_text())["type"] == "StageFailed"
+    assert json.loads((run / "error-train.json").read_text())["type"] == "StageFailed"
 
 
 def no_anchors() -> None:
@@ -293,7 +293,7 @@ def on_machines_of_their_own() -> None:
 def test_processes_of_several_machines_reuse_only_what_is_filled(make_run: Callable[..., Path], tokens: Path) -> None:
     run = make_run("machines", features="reuse", epochs=3)
     assert 2 in [command.wait() for command in start_ranks(run, tokens, 2, on_machines_of_their_own)]
-    assert "is not filled yet" in (run / "error.json").read_text()
+    assert "is not filled yet" in (run / "error-train.json").read_text()
     tiny.run(["train", run, "--tokens", tokens, "--until-epoch", "1"], run / "log")
     assert [command.wait() for command in start_ranks(run, tokens, 2, on_machines_of_their_own)] == [0, 0]
 

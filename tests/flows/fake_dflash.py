@@ -22,7 +22,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def fail(run: Path, kind: str, module: str, message: str, code: int) -> None:
-    write(run / "error.json", {"type": kind, "module": module, "message": message, "traceback": ""})
+    write(run / f"error-{sys.argv[1]}.json", {"type": kind, "module": module, "message": message, "traceback": ""})
     sys.exit(code)
 
 
@@ -39,7 +39,9 @@ def checkpoint(run: Path, epoch: int, step: int) -> Path:
 
 def train(run: Path, config: dict[str, Any]) -> None:
     with (run / "attempts").open("a") as stream:
-        stream.write(" ".join(sys.argv[5:]) + "\n")
+        stream.write(" ".join(sys.argv[7:]) + "\n")
+    if "FAKE_ERROR" not in os.environ:
+        (run / str(option("--config"))).replace(run / "config.json")
     attempt = len((run / "attempts").read_text().splitlines())
     names = sorted((run / "checkpoints").glob("epoch-*")) if (run / "checkpoints").exists() else []
     epoch = int(names[-1].name[6:9]) if names else 0
@@ -49,7 +51,8 @@ def train(run: Path, config: dict[str, Any]) -> None:
     while epoch < until and not STOPPED:
         for _ in range(int(os.environ.get("FAKE_TICKS_PER_EPOCH", "1"))):
             write(
-                run / "progress.json", {"stage": "train", "done": epoch, "total": epochs, "unit": "epochs", "rate": 1}
+                run / "progress-train.json",
+                {"stage": "train", "done": epoch, "total": epochs, "unit": "epochs", "rate": 1},
             )
             time.sleep(0.05)
             if STOPPED:
@@ -78,7 +81,10 @@ def evaluate(run: Path) -> None:
 def export(run: Path) -> None:
     path = run / "export" / "dflash"
     path.mkdir(parents=True, exist_ok=True)
-    write(run / "export.json", {"path": str(path), "layout": "dflash", "max_logit_difference": 0.0, "tensors": 3})
+    origin = {"run": str(run), "checkpoint": "x"}
+    write(path / "origin.json", origin)
+    facts = {"path": str(path), "origin": origin, "max_logit_difference": 0.0, "tensors": 3}
+    write(run / "export.json", {**facts, "layout": "dflash", "layouts": {"dflash": facts}})
 
 
 def check(run: Path) -> None:
@@ -103,7 +109,8 @@ def main() -> None:
         directory.mkdir(parents=True)
         write(directory / "config.json", {"vocab_size": 256})
         return
-    config = json.loads((run / "config.json").read_text())
+    proposed = run / (option("--config") or "config.json")
+    config = json.loads(proposed.read_text())
     with (run / "stages_run").open("a") as stream:
         stream.write(f"{command}\n")
     if command == "train":

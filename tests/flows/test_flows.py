@@ -1,6 +1,8 @@
 """Flows on a server: what a rerun repeats, what a retry repeats, and what is refused. The stages are stand-ins."""
 
 import json
+import shutil
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from prefect.states import AwaitingRetry, Scheduled
 from cache.build import build
 from cache.disk.store import TokenCache
 from cache.errors import BadSource
-from dflash.errors import ConfigMismatch
+from dflash.errors import ConfigMismatch, RunLocked
 from flows import prepare as prepare_module
 from flows.cli.overrides import check_parameters
 from flows.errors import CannotFit, StageKilled
@@ -21,6 +23,8 @@ from flows.evaluate import evaluate
 from flows.export import export
 from flows.full import full
 from flows.prepare import prepare
+from flows.runs.directory import stage_alone
+from flows.runs.ledger import mark_finished, seconds_by_stage
 from flows.train import outcome, train, train_drafter
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -85,8 +89,9 @@ def test_what_repeats_evaluation_and_export(home: Path, tree: dict[str, Any]) ->
     run(export, {"name": "tiny"})
     assert len(stages_run(home)) == 7
     run(evaluate, {"name": "tiny", "evaluation": {"max_new_tokens": 5}})
+    assert stages_run(home)[7:] == ["evaluate"]
     evaluation = json.loads((home / "runs/tiny/config.json").read_text())["evaluation"]
-    assert (evaluation["prompts"], evaluation["max_new_tokens"]) == (3, 5), "what is not given stays as it was"
+    assert (evaluation["prompts"], evaluation["max_new_tokens"]) == (3, 256), "once is not from now on"
 
 
 def test_evaluation_of_an_unknown_run_says_which_there_are(home: Path, tree: dict[str, Any]) -> None:
@@ -206,6 +211,67 @@ def test_training_that_cannot_fit_is_refused_before_it_starts(
     with pytest.raises(CannotFit, match="99 TB"):
         run(train, tree)
     assert stages_run(home) == ["check"]
+    assert not (home / "runs/tiny/config.json").exists(), "nothing was accepted"
+    monkeypatch.delenv("FAKE_TOO_BIG")
+    run(train, tree)
+    accepted = (home / "runs/tiny/config.json").read_text()
+    monkeypatch.setenv("FAKE_TOO_BIG", "1")
+    with pytest.raises(CannotFit):
+        run(train, tree | {"training": {"epochs": 3, "tokens_per_batch": 10**9}})
+    assert (home / "runs/tiny/config.json").read_text() == accepted
+    assert list((home / "runs/tiny").glob("proposed-*")) == []
+
+
+def test_finished_run_is_of_this_target_wherever_it_lies(home: Path, tree: dict[str, Any], tmp_path: Path) -> None:
+    """Another model under the same name, or in the same place, is none that it was trained for."""
+    run(full, tree)
+    moved = tmp_path / "elsewhere" / "target"
+    shutil.copytree(tree["target"]["model"], moved)
+    run(full, tree | {"target": {"model": str(moved)}})
+    assert stages_run(home) == ["check", "train", "evaluate", "export"], "the same content in another place"
+    (moved / "model.safetensors").write_bytes(b"other weights")
+    run(full, tree | {"target": {"model": str(moved)}})
+    assert stages_run(home)[4:] == ["check", "train", "evaluate", "export"], "asked: the real stages refuse it"
+
+
+def test_hub_target_without_a_revision_keeps_the_commit_that_the_run_began_with(
+    home: Path, tree: dict[str, Any], target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(revision)
+        place = tmp_path / "hub/snapshots" / (revision or "c0ffee")
+        return str(shutil.copytree(target, place, dirs_exist_ok=True))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    run(train, tree | {"target": {"model": "org/model"}})
+    config = json.loads((home / "runs/tiny/config.json").read_text())
+    assert config["target"]["revision"] == "c0ffee"
+    asked.clear()
+    run(train, tree | {"target": {"model": "org/model"}})
+    assert asked == ["c0ffee"], "not main, where another commit may be by now"
+    assert stages_run(home) == ["check", "train"]
+
+
+def test_stages_at_once_lose_nothing_of_the_ledger(tmp_path: Path) -> None:
+    def note(stage: str) -> None:
+        for number in range(50):
+            mark_finished(tmp_path, f"{stage}-{number}", "x")
+
+    threads = [threading.Thread(target=note, args=(stage,)) for stage in ("train", "evaluate")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seconds_by_stage(tmp_path)) == 100
+    with (
+        stage_alone(tmp_path, "evaluate"),
+        stage_alone(tmp_path, "train"),
+        pytest.raises(RunLocked, match=r"evaluate of .* is under way"),
+        stage_alone(tmp_path, "evaluate"),
+    ):
+        pass
 
 
 NIGHT = {"epochs": 3, "epochs_per_run": 1}

@@ -21,7 +21,8 @@ import json, sys
 from pathlib import Path
 command, path = sys.argv[1], Path(sys.argv[2])
 assert command == "generate"
-config = json.loads((path / "config.json").read_text())
+proposed = path / sys.argv[sys.argv.index("--config") + 1]
+config = json.loads(proposed.read_text())
 header = path / "header.json"
 if not header.exists():
     header.write_text(json.dumps(config["generation"]["temperature"]))
@@ -29,8 +30,9 @@ with (path / "attempts").open("a") as stream:
     stream.write("x")
 if json.loads(header.read_text()) != config["generation"]["temperature"]:
     report = {"type": "ConfigMismatch", "module": "dflash.errors", "message": "generation.temperature: no"}
-    (path / "error.json").write_text(json.dumps(report))
+    (path / "error-generate.json").write_text(json.dumps(report))
     sys.exit(2)
+proposed.replace(path / "config.json")
 counts = {"path": "answers.jsonl", "answers": 1234, "rows": 1200, "tokens": 9, "cut": 2, "refused": {"empty": 3}}
 (path / "answers.json").write_text(json.dumps(counts))
 """

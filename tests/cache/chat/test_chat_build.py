@@ -90,8 +90,8 @@ def test_tokenizers_that_behave_otherwise_have_other_keys(prepare, tmp_path):
     caches = [prepare([{"messages": C0}], tokenizer=directory) for directory in (plain, adding)]
     assert caches[0].key != caches[1].key
     rows = RowsConfig(source=str(tmp_path / "chat.jsonl"))
-    parts = [content_key(rows, directory).parts["probe"].split(",") for directory in (plain, adding)]
-    assert parts[1] == ["256", *parts[0]]
+    probes = [content_key(rows, directory).tokenizer["probe"] for directory in (plain, adding)]
+    assert probes[1] == [256, *probes[0]]
 
 
 def test_no_end_of_sequence_is_added(prepare):

@@ -1,6 +1,7 @@
 """Export: a fresh process loads the trainer's drafter, to the bit, or nothing is written; ids are practice cases."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,7 +93,7 @@ def test_every_layout_is_reloaded_in_a_fresh_process(run: Path, one: Toy) -> Non
     for layout, facts in said["layouts"].items():
         directory = run / "export" / layout
         assert facts["path"] == str(directory)
-        assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors"]
+        assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors", "origin.json"]
         assert facts["size_bytes"] == sum(file.stat().st_size for file in directory.iterdir())
         tensors = load_file(directory / "model.safetensors")
         assert tensors.keys() == one.drafter.state_dict().keys()
@@ -100,6 +101,36 @@ def test_every_layout_is_reloaded_in_a_fresh_process(run: Path, one: Toy) -> Non
         assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
         with torch.no_grad():
             assert torch.equal(probe(load_exported(directory)), probe(one.drafter))
+
+
+def test_what_another_run_or_nobody_known_wrote_is_not_replaced(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process(monkeypatch)
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    for path in (run, other):
+        tree = json.loads((path / "config.json").read_text())
+        tree["export"] = {"layouts": ["dflash"], "path": str(tmp_path / "served")}
+        (path / "config.json").write_text(json.dumps(tree))
+    for _ in range(2):
+        export(run)  # its own is replaced
+    before = {file.name: file.read_bytes() for file in (tmp_path / "served/dflash").iterdir()}
+    with pytest.raises(ConfigMismatch, match=f"the run {run.resolve()} wrote it"):
+        export(other)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "served/dflash").iterdir()} == before
+    shutil.rmtree(tmp_path / "served/dflash")
+    (tmp_path / "served/dflash").mkdir()
+    (tmp_path / "served/dflash/thesis.txt").write_text("x")
+    with pytest.raises(ConfigMismatch, match="no run of ours wrote it"):
+        export(other)
+    assert (tmp_path / "served/dflash/thesis.txt").exists()
+
+
+def test_a_drafter_of_another_target_is_not_exported(run: Path, one: Toy) -> None:
+    state = State(epoch=2, step=0, steps_total=6, settings={"target.model": "another"}, threads=1)
+    checkpoint.save(run / "checkpoints", state, dict(one.drafter.state_dict()), {})
+    with pytest.raises(TargetMismatch, match="trained for another target"):
+        export(run)
 
 
 def test_the_checkpoint_with_the_best_tau_is_exported(run: Path, one: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +167,7 @@ def test_nothing_is_left_under_the_final_name_when_the_gate_fails(run: Path, mon
     in_this_process(monkeypatch, damage)
     with pytest.raises(CheckpointCorrupt, match=r"differs from the trainer's by .* Nothing was exported"):
         export(run)
-    assert not list((run / "export").iterdir())
+    assert [path.name for path in (run / "export").iterdir()] == [".dflash.lock"]
     assert not (run / "export.json").exists()
 
 

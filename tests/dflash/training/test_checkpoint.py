@@ -266,7 +266,7 @@ def test_a_second_process_is_refused_by_host_and_process(make_run: Callable[...,
     with pytest.raises(RunLocked, match=f"process {command.pid} on {socket.gethostname()}"), checkpoint.run_lock(run):
         pass
     tiny.run(["train", run, "--tokens", tokens], run / "log-2", expected=2)
-    assert json.loads((run / "error.json").read_text())["type"] == "RunLocked"
+    assert json.loads((run / "error-train.json").read_text())["type"] == "RunLocked"
     command.process.kill()
     command.wait()
     with checkpoint.run_lock(run):  # the kernel let go of it
@@ -285,7 +285,7 @@ def test_changed_settings_are_refused_by_name_or_recorded(make_run: Callable[...
     tiny.run([*command, "--until-epoch", "1"], run / "log")
     change(run, epochs=5, lr=1e-4, log_every_steps=2)
     tiny.run(command, run / "log", expected=2)
-    message = json.loads((run / "error.json").read_text())["message"]
+    message = json.loads((run / "error-train.json").read_text())["message"]
     assert "training.epochs: started with 3, now 5" in message
     assert "training.lr: started with 0.005, now 0.0001" in message
     assert "log_every_steps" not in message
@@ -293,6 +293,14 @@ def test_changed_settings_are_refused_by_name_or_recorded(make_run: Callable[...
     history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     override = next(line for line in history if line["event"] == "override")
     assert override["changed"] == {"training.epochs": [3, 5], "training.lr": [0.005, 0.0001]}
+
+    # Parameters that are proposed are the run's own once they are accepted, and not before.
+    accepted = json.loads((run / "config.json").read_text())
+    for changes, code in (({"lr": 2e-4}, 2), ({"keep": 7}, 0)):
+        proposed = accepted | {"training": accepted["training"] | changes}
+        (run / "proposed.json").write_text(json.dumps(proposed))
+        tiny.run([*command, "--config", "proposed.json"], run / "log", expected=code)
+        assert (json.loads((run / "config.json").read_text()) == proposed) == (code == 0)
     assert override["checkpoint"] == "epoch-001-step-000000"
     assert json.loads((run / "train.json").read_text())["epochs_done"] == 5
     tiny.run(command, run / "log")  # the new settings are the run's own now
@@ -337,5 +345,5 @@ def bad_features() -> None:
 def test_not_finite_steps_in_a_row_end_the_run_with_finite_weights(make_run: Callable[..., Path], tokens: Path) -> None:
     run = make_run("nan", epochs=3)
     tiny.run(["train", run, "--tokens", tokens], run / "log", expected=1, before=bad_features)
-    assert "10 steps in a row were skipped" in json.loads((run / "error.json").read_text())["message"]
+    assert "10 steps in a row were skipped" in json.loads((run / "error-train.json").read_text())["message"]
     assert all(value.isfinite().all() for value in tiny.weights(run).values())

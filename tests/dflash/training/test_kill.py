@@ -88,7 +88,7 @@ def test_a_failed_stage_is_named_and_the_next_start_ends_bit_equal(
 ) -> None:
     run = make_run(stage, **SETTINGS)
     tiny.run(["train", run, "--tokens", tokens], run / "log", expected=1, before=partial(fail_in, stage))
-    error = json.loads((run / "error.json").read_text())
+    error = json.loads((run / "error-train.json").read_text())
     assert error["type"] == "StageFailed"
     assert f"stage {stage} failed" in error["message"]
     assert "told to fail" in error["message"]

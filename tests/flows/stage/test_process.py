@@ -21,7 +21,7 @@ PRELUDE = """
 import json, os, pathlib, signal, subprocess, sys, time
 run = pathlib.Path(sys.argv[1])
 def fail(kind, module, message, code):
-    (run / "error.json").write_text(json.dumps(
+    (run / "error-train.json").write_text(json.dumps(
         {"type": kind, "module": module, "message": message, "traceback": "Traceback of the child"}))
     sys.exit(code)
 """
@@ -57,12 +57,16 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
 
 def test_success_returns_and_progress_is_seen(tmp_path: Path) -> None:
     seen: list[StageProgress] = []
-    run('(run / "progress.json").write_text(json.dumps({"stage": "train", "done": 3, "total": 8}))', tmp_path, seen)
+    run(
+        '(run / "progress-train.json").write_text(json.dumps({"stage": "train", "done": 3, "total": 8}))',
+        tmp_path,
+        seen,
+    )
     assert [(progress.done, progress.total) for progress in seen] == [(3.0, 8.0)]
 
 
 def test_progress_of_an_earlier_run_is_not_shown(tmp_path: Path) -> None:
-    (tmp_path / "progress.json").write_text('{"stage": "train", "done": 7, "total": 8}')
+    (tmp_path / "progress-train.json").write_text('{"stage": "train", "done": 7, "total": 8}')
     seen: list[StageProgress] = []
     run("", tmp_path, seen)
     assert seen == []
@@ -85,7 +89,7 @@ def test_refusal_of_another_type_is_told_from_a_failure(tmp_path: Path) -> None:
 
 
 def test_error_of_an_earlier_run_is_not_raised_again(tmp_path: Path) -> None:
-    (tmp_path / "error.json").write_text('{"type": "BadRow", "module": "cache.errors", "message": "old"}')
+    (tmp_path / "error-train.json").write_text('{"type": "BadRow", "module": "cache.errors", "message": "old"}')
     with pytest.raises(StageKilled, match="exit code 1"):
         run("sys.exit(1)", tmp_path)
 
@@ -121,7 +125,7 @@ helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 (run / "helper").write_text(str(helper.pid))
 count = []
 signal.signal(signal.SIGTERM, lambda *a: count.append(1))
-(run / "progress.json").write_text(json.dumps({"stage": "train", "done": 1, "total": 2}))
+(run / "progress-train.json").write_text(json.dumps({"stage": "train", "done": 1, "total": 2}))
 while not count: time.sleep(0.01)
 time.sleep(1.5)
 (run / "signals").write_text(str(len(count)))
@@ -134,7 +138,7 @@ def test_signal_is_handed_on_once_and_then_takes_effect_here(
     number: signal.Signals, expected: type[BaseException], tmp_path: Path
 ) -> None:
     def stop() -> None:
-        wait_for((tmp_path / "progress.json").exists)
+        wait_for((tmp_path / "progress-train.json").exists)
         for _ in range(2):
             os.kill(os.getpid(), number)
             time.sleep(0.3)

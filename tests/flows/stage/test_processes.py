@@ -151,7 +151,7 @@ def test_one_killed_process_ends_the_others_with_an_error_that_says_where(runnin
     ranks[0].kill()
     assert running.flow.wait(60) == 1
     running.assert_none_survives()
-    assert json.loads((running.run / "error.json").read_text())["type"] == "StageFailed"
+    assert json.loads((running.run / "error-train.json").read_text())["type"] == "StageFailed"
     assert "StageFailed: stage train failed" in (running.run / "flow.log").read_text()
 
 
@@ -162,4 +162,4 @@ def test_signal_to_the_flow_stops_all_processes_at_one_step_with_a_checkpoint(ru
     trained = json.loads((running.run / "train.json").read_text())
     newest = max((running.run / "checkpoints").glob("epoch-???-step-??????"))
     assert (trained["finished"], trained["checkpoint"]) == (False, str(newest))
-    assert not (running.run / "error.json").exists()
+    assert not (running.run / "error-train.json").exists()
