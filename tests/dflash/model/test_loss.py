@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dflash.model.loss
 from dflash.model.head import Head
-from dflash.model.loss import BlockLoss, block_loss, dpace_weights, label_states
+from dflash.model.loss import BlockLoss, LossKind, block_loss, dpace_weights, label_states
 
 B, A, K, H, V = 2, 3, 4, 5, 11
 
@@ -193,3 +193,49 @@ def test_states_of_a_slot_are_those_before_its_label() -> None:
     final = torch.arange(10.0)[None, :, None]
     states = label_states(final, torch.tensor([[3, 8]]), 4)
     assert states[0, :, :, 0].tolist() == [[2, 3, 4, 5], [7, 8, 9, 9]]
+
+
+@pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
+@pytest.mark.parametrize("p", [0.99, 0.999])
+def test_the_gradient_of_a_confident_slot_is_not_lost_in_bfloat16(
+    kind: LossKind, p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Label 1 has p, its one competitor, in the same tile, the rest; the target of `kl` is four times as sure."""
+    monkeypatch.setattr(dflash.model.loss, "_TILE", {"cpu": (4, 3)})
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 64, generator=generator).bfloat16()
+    exact = weight.double()
+
+    def state(sure: float) -> Tensor:
+        # float32 solves for logits 0 of the competitor, log(p / (1 − p)) of the label, far less of all others.
+        logits = torch.tensor([[-30.0, torch.logit(torch.tensor(sure)), 0.0, -30.0, -30.0, -30.0]])
+        return (logits.double() @ torch.linalg.pinv(exact).T).bfloat16()
+
+    hidden, states = state(p)[None, None].float().requires_grad_(), state(1 - (1 - p) / 4)[None, None]
+    theirs = states if kind == "kl" else None
+    loss = block_loss(hidden, Head(weight), torch.tensor([[[1]]]), torch.ones(1, 1, 1), kind, theirs)
+    (got,) = torch.autograd.grad(loss.total, hidden)
+    # The drafter's own logits are rounded to bfloat16 before the softmax: so are the reference's.
+    q = (hidden[0, 0].detach().bfloat16() @ weight.T).double().softmax(-1)
+    label = torch.nn.functional.one_hot(torch.tensor([1]), 6).double()
+    wanted = (states[0, 0] @ weight.T).double().softmax(-1) if kind == "kl" else label
+    want = (q - wanted) @ exact * float(loss.weight)
+    assert float((got[0, 0].double() - want).norm() / want.norm()) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
+def test_columns_that_the_head_rules_out_have_no_mass_on_either_side(kind: LossKind) -> None:
+    """−∞ in the head's bias: whole tiles first and last, and single columns; the same as a head without those rows."""
+    hidden, labels, weights, states = problem(7)
+    head = heads()["bias"]
+    assert head.bias is not None
+    out = torch.tensor([0, 1, 2, 5, 8, 9, 10])
+    kept = torch.tensor([3, 4, 6, 7])
+    labels %= 4
+    theirs = states if kind == "kl" else None
+    head.bias[out] = -torch.inf
+    loss = block_loss(hidden, head, kept[labels], weights, kind, theirs)
+    assert torch.isfinite(loss.total)
+    same(
+        loss, block_loss(hidden, Head(head.weight[kept], head.bias[kept]), labels, weights, kind, theirs).total, hidden
+    )
