@@ -17,8 +17,10 @@ class Columns(BaseModel):
         None,
         description="loss mask, or labels with -100; usual: loss_mask, assistant_masks, completion_mask, labels",
     )
-    messages: str | None = Field(None, description="conversations; usual: messages, conversations")
-    group: str | None = Field(None, description="domain of a row, as text; usual: domain, group")
+    messages: str | None = Field(None, description="conversations; usual: messages, conversations, conversation")
+    prompt: str | None = Field(None, description="what is asked; usual: prompt, instruction, question")
+    completion: str | None = Field(None, description="what is answered; usual: completion, response, output, answer")
+    group: str | None = Field(None, description="domain of a row, as text; usual: domain, group; empty: none is read")
 
 
 class RowsConfig(BaseModel):

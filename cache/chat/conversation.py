@@ -1,23 +1,18 @@
 """A batch of any accepted shape → conversations, by the written rules of docs/chat.md; what they drop is counted."""
 
-import json
-import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pyarrow as pa
 
-from cache.chat.message import Message, Refused, SchemaError, standard_message
+from cache.chat.message import Message, Refused, SchemaError, is_learned, standard_message
+from cache.chat.raw_rows import Pair, beside, is_unfinished, json_text, raw_rows, text_of, values_of
 from cache.config import Columns
 from cache.errors import BadRow
-from cache.source.columns import PAIRS
+from cache.source.columns import BESIDE_MESSAGES, SYSTEM, UNREAD
+from cache.source.json_text import decoded, is_missing
 from cache.source.place import Place
-
-MESSAGES = ("messages", "conversations", "conversation")
-
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,28 @@ class ReadCounts:
         return {f"{role}: {fate}": number for (role, fate), number in self.messages.items()}
 
 
+@dataclass(slots=True)
+class _Columns:
+    """What stands beside the conversations of a batch, row by row."""
+
+    batch: pa.RecordBatch | pa.Table
+    are_json: bool
+    values: dict[str, list[Any] | None] = field(init=False)
+    unread: list[Any] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = {name: values_of(self.batch, name) for name in BESIDE_MESSAGES}
+        self.unread = values_of(self.batch, UNREAD)
+
+    def __call__(self, name: str, index: int) -> Any:
+        return beside(self.values[name], index, are_json=self.are_json)
+
+    def note_unread(self, index: int, noted: Counter[str]) -> None:
+        if self.unread and self.unread[index]:
+            for key in self.unread[index].split(", "):
+                noted[f"key of a row that is not read: {key}"] += 1
+
+
 def read_conversations(
     batch: pa.RecordBatch | pa.Table,
     columns: Columns,
@@ -59,26 +76,29 @@ def read_conversations(
 ) -> list[Conversation]:
     """The conversations of a batch that the rules keep, in order."""
     kept: list[Conversation] = []
-    rows = raw_rows(batch, columns, place.file, are_json=place.lines)
-    tools = values_of(batch, "tools")
-    finished = values_of(batch, "finished")
+    rows = raw_rows(batch, columns, place.file, are_json=place.are_json)
+    around = _Columns(batch, place.are_json)
     for index, raw in enumerate(rows):
         messages: list[Message] = []
+        switched_off: set[int] = set()
         try:
-            messages = messages_of(raw, counts.noted)
+            messages = messages_of(raw, counts.noted, switched_off)
+            messages = with_system([around(name, index) for name in SYSTEM], messages, switched_off)
             counts.count(messages, "read")
-            last_answered, answers = _answers(messages, supervise, counts.noted)
+            last_answered, answers = _answers(messages, supervise, counts.noted, switched_off)
             counts.count(messages[answers[-1] + 1 :], "cut")
+            is_cut = is_unfinished(around("finished", index))
             kept.append(
                 Conversation(
                     index,
                     messages[: answers[-1] + 1],
                     answers,
-                    tools_of(tools[index]) if tools else None,
-                    not (finished and finished[index] is False and answers[-1] == last_answered),
+                    tools_of(around("tools", index)),
+                    not (is_cut and answers[-1] == last_answered),
                     next((m["content"] for m in messages if m["role"] == "user"), messages[0].get("content", "")),
                 )
             )
+            around.note_unread(index, counts.noted)
         except Refused as refused:
             counts.dropped[str(refused)] += 1
             counts.count(messages, "dropped")
@@ -90,29 +110,60 @@ def read_conversations(
     return kept
 
 
-def messages_of(raw: Any, noted: Counter[str]) -> list[Message]:
-    """One row's value, from JSON text or from Arrow, as messages in the standard shape."""
-    if isinstance(raw, _Pair):
+def messages_of(raw: Any, noted: Counter[str], switched_off: set[int] | None = None) -> list[Message]:
+    """One row's value, from JSON text or from Arrow, as messages in the standard shape.
+
+    `switched_off` is given the positions of messages whose own flags say that they are not to be learned.
+    """
+    if isinstance(raw, Pair):
         raw = raw.joined(noted)
-    elif isinstance(raw, str):
-        raw = _decoded(raw, noted)
-    if raw is None:
+    for _ in range(2):  # a conversation may be JSON text in a line of JSON
+        if isinstance(raw, str):
+            raw = json_text(raw, noted)
+    if is_missing(raw):
         raise Refused("empty")
     if not isinstance(raw, list):
         raise SchemaError(f"a conversation is a {type(raw).__name__}, expected a list of messages")
     messages: list[Message] = []
     num_calls = 0
+    open_calls: list[str] = []  # ids of calls that no tool message has answered yet
     for value in raw:
-        message = standard_message(value, num_calls)
-        num_calls += len(message.get("tool_calls", ()))
+        message = standard_message(value, num_calls, noted)
+        if message is not value and not is_learned(value, message["role"], noted) and switched_off is not None:
+            switched_off.add(len(messages))
+        calls = message.get("tool_calls", ())
+        num_calls += len(calls)
+        open_calls += [call["id"] for call in calls]
+        if message["role"] == "tool" and open_calls:
+            message = {"tool_call_id": open_calls[0]} | message
+            open_calls = [identity for identity in open_calls if identity != message["tool_call_id"]]
         messages.append(message)
     if not any("tool_calls" in message or message["content"].strip() for message in messages):
         raise Refused("empty")
     return messages
 
 
+def with_system(texts: list[Any], messages: list[Message], switched_off: set[int] | None = None) -> list[Message]:
+    """The messages with system text from columns of its own in front; refused where it is not theirs, too."""
+    said = {
+        text.strip(): text for name, value in zip(SYSTEM, texts, strict=True) if (text := text_of(value, name)).strip()
+    }
+    if not said:
+        return messages
+    own = messages[0]["content"].strip() if messages[0]["role"] == "system" else None
+    if len(said) > 1 or own not in (None, *said):
+        raise Refused("system_texts_differ")
+    if own is not None:
+        return messages
+    if switched_off:
+        moved = {position + 1 for position in switched_off}
+        switched_off.clear()
+        switched_off |= moved
+    return [{"role": "system", "content": next(iter(said.values()))}, *messages]
+
+
 def _answers(
-    messages: list[Message], supervise: Literal["all", "last"], noted: Counter[str]
+    messages: list[Message], supervise: Literal["all", "last"], noted: Counter[str], switched_off: set[int]
 ) -> tuple[int, tuple[int, ...]]:
     """Position of the last assistant message, and positions of the answers to supervise."""
     opening = next((i for i, message in enumerate(messages) if message["role"] != "assistant"), len(messages))
@@ -124,121 +175,32 @@ def _answers(
         noted["empty answer, not supervised"] += len(assistant) - len(answers)
     if not answers:
         raise Refused("no_answer")
-    if answers[-1] + 1 < len(messages):
-        noted["messages after the last answer, cut"] += len(messages) - answers[-1] - 1
-    return assistant[-1], tuple(answers if supervise == "all" else answers[-1:])
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """A prompt and its completion, each as text or as messages; from a file of lines, each as JSON text."""
-
-    prompt: Any
-    completion: Any
-    are_json: bool
-
-    def joined(self, noted: Counter[str]) -> list[Any] | None:
-        parts: list[Any] = []
-        for role, part in (("user", self.prompt), ("assistant", self.completion)):
-            value = _decoded(part, noted) if self.are_json and isinstance(part, str) else part
-            if value is None:
-                return None
-            if not isinstance(value, str | list):
-                raise SchemaError(f"a prompt or completion is a {type(value).__name__}, expected text or messages")
-            parts += [{"role": role, "content": value}] if isinstance(value, str) else value
-        return parts
-
-
-def raw_rows(
-    batch: pa.RecordBatch | pa.Table, columns: Columns, source: str, *, are_json: bool = False
-) -> Iterable[Any]:
-    """Each row's conversation as the file has it, for `messages_of`. `are_json`: prompts and completions are JSON."""
-    names = batch.schema.names
-    wanted = (columns.messages,) if columns.messages else MESSAGES
-    column = next((name for name in wanted if name in names), None)
-    if column is not None:
-        return _conversations(batch.column(column))
-    for prompt, completion in PAIRS:
-        if prompt in names and completion in names and not columns.messages:
-            pairs = zip(_conversations(batch.column(prompt)), _conversations(batch.column(completion)), strict=True)
-            return [_Pair(*pair, are_json=are_json) for pair in pairs]
-    raise BadRow(
-        f"{source} has the columns {', '.join(names)}; expected conversations in {' or '.join(wanted)}, or prompt and"
-        " completion. Name the column in rows.columns.messages."
-    )
-
-
-def _conversations(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """A column as Python values; a list of structs goes through its flat fields, which is many times faster."""
-    if isinstance(column, pa.ChunkedArray):
-        return [row for chunk in column.chunks for row in _conversations(chunk)]
-    kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
-        return list(column.to_pylist())
-    flat = column.flatten()  # honours slices and null rows
-    names = [field.name for field in kind.value_type]
-    fields = [_without_nulls(part.to_pylist(), part.type) for part in flat.flatten()]
-    messages = [dict(zip(names, values, strict=True)) for values in zip(*fields, strict=True)]
-    rows: list[Any] = []
-    end = 0
-    for length in column.value_lengths().to_pylist():
-        start, end = end, end + (length or 0)
-        rows.append(None if length is None else messages[start:end])
-    return rows
-
-
-def _without_nulls(values: list[Any], kind: pa.DataType) -> list[Any]:
-    """Arrow gives every struct the keys of all others, as nulls: take them out again where structs are nested."""
-    return [_dropped_nulls(value) for value in values] if pa.types.is_nested(kind) else values
-
-
-def _dropped_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _dropped_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_dropped_nulls(item) for item in value]
-    return value
-
-
-def values_of(batch: pa.RecordBatch | pa.Table, name: str) -> list[Any] | None:
-    """A column that may be missing, as Python values."""
-    if name not in batch.schema.names:
-        return None
-    column = batch.column(name)
-    return _without_nulls(column.to_pylist(), column.type)
+    learned = [i for i in answers if i not in switched_off]
+    if len(learned) < len(answers):
+        noted["answer switched off by its message, not supervised"] += len(answers) - len(learned)
+    if not learned:
+        raise Refused("every_answer_switched_off")
+    if learned[-1] + 1 < len(messages):
+        noted["messages after the last answer, cut"] += len(messages) - learned[-1] - 1
+    return assistant[-1], tuple(learned if supervise == "all" else learned[-1:])
 
 
 def tools_of(value: Any) -> list[Message] | None:
-    """A row's tools, from JSON text or from Arrow."""
-    tools = json.loads(value) if isinstance(value, str) and value else value
-    if tools in (None, "", []):
+    """A row's tools, from JSON text or from Arrow; each of them may be JSON text as well."""
+    tools = _tools_text(value) if isinstance(value, str) else value
+    if tools in (None, "", []) or is_missing(tools):
         return None
+    if isinstance(tools, list):
+        tools = [_tools_text(tool) if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise SchemaError(f"tools is a {type(tools).__name__}, expected a list of objects")
     return tools
 
 
-def _decoded(text: str, noted: Counter[str]) -> Any:
+def _tools_text(text: str) -> Any:
+    if not text.strip():
+        return None
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SchemaError(f"the conversation is not JSON ({error})") from None
-    if _SURROGATE.search(text):
-        value, changed = _repaired(value)
-        if changed:
-            noted["half of a surrogate pair, replaced by U+FFFD"] += 1
-    return value
-
-
-def _repaired(value: Any) -> tuple[Any, bool]:
-    """Halves of surrogate pairs, which no encoding can hold, as U+FFFD."""
-    if isinstance(value, str):
-        good = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return good, good != value
-    if isinstance(value, list):
-        items = [_repaired(item) for item in value]
-        return [item for item, _ in items], any(changed for _, changed in items)
-    if isinstance(value, dict):
-        pairs = {key: _repaired(item) for key, item in value.items()}
-        return {key: item for key, (item, _) in pairs.items()}, any(changed for _, changed in pairs.values())
-    return value, False
+        return decoded(text)
+    except ValueError as error:
+        raise SchemaError(f"tools is not JSON ({error})") from None

@@ -8,6 +8,7 @@ from jaxtyping import Int64, UInt8, UInt64
 from numpy import ndarray
 
 from cache.config import RowsConfig
+from cache.errors import BadSource
 from cache.ragged import Spans, last_runs, offsets_of, spans_of
 from cache.rows.audit import Audit
 from cache.rows.rules import RowCounts, Rows, fit, usable
@@ -16,7 +17,7 @@ from cache.slices.pieces import Piece, PlacedPiece
 from cache.source.chunks import Chunk
 from cache.source.columns import Layout
 from cache.source.first_text import first_texts, hashes_of_texts
-from cache.source.groups import Groups
+from cache.source.groups import NO_GROUP, ONLY_GROUP, Groups
 from cache.source.list_columns import equal_lengths, mask_of, mask_of_labels, spans_of_list
 
 
@@ -49,8 +50,16 @@ class Converter:
 
     @property
     def group_names(self) -> list[str]:
-        """Names of the groups, by their number."""
-        return self._groups.names
+        """Names of the groups, by their number. Raises BadSource where a column was named that no row has."""
+        names = self._groups.names
+        if names != [NO_GROUP]:
+            return names
+        if self.policy.columns.group:
+            raise BadSource(
+                f"{self.policy.source}: rows.columns.group is {self.policy.columns.group!r}, but no row has a value in "
+                "it. Correct the name."
+            )
+        return [ONLY_GROUP]
 
     def _tokens(self, chunk: Chunk) -> Converted:
         layout, place = self.layout, chunk.place

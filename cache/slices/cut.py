@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import xxhash
 
-from cache.source.chunks import InMemory, RowRange, arrow_batches, composed, open_arrow
+from cache.source.chunks import InMemory, RowRange, arrow_batches, composed, open_arrow, present
 from cache.source.columns import Layout
 from cache.source.find import DataFile, SourceFiles
 from cache.source.jsonl import codec_of
@@ -67,7 +67,7 @@ def cuts_of_files(part: SourceFiles, layout: Layout, hash_file: HashFile) -> Ite
 
 def cuts_of_table(memory: InMemory, layout: Layout, content: str, part: SourceFiles | None = None) -> Iterator[Cut]:
     """The slices of a table in memory, or of a part with a mapping."""
-    table = memory.table.select(layout.names)
+    table = memory.table.select(present(memory.table.schema.names, layout))
     size = int(table.nbytes / max(1, table.num_rows) * memory.num_rows)
     yield from _cuts_of_units(part, [_StoredRows(memory.num_rows, size)], content, are_batches=False)
 
@@ -110,8 +110,9 @@ def _row_groups(path: Path, layout: Layout) -> Iterator[_StoredRows]:
 
 def _record_batches(file: DataFile, layout: Layout) -> Iterator[_StoredRows]:
     with MappedFile(file.path) as mapped:
-        for batch in arrow_batches(open_arrow(mapped, file, layout.names)):
-            yield _StoredRows(batch.num_rows, batch.select(layout.names).nbytes)
+        names = present(open_arrow(mapped, file).schema.names, layout)
+        for batch in arrow_batches(open_arrow(mapped, file, names)):
+            yield _StoredRows(batch.num_rows, batch.select(names).nbytes)
 
 
 def _cuts_of_units(

@@ -5,7 +5,7 @@ source of any size costs little memory. A row-number mapping (`_indices` of shuf
 by chunk, never flattened to a copy of the whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,9 @@ import pyarrow.parquet
 from jaxtyping import Int64
 from numpy import ndarray
 
-from cache.source.columns import Layout
+from cache.source.columns import UNREAD, Layout
 from cache.source.find import DataFile, SourceFiles
-from cache.source.jsonl import conversation_batch, first_object, read_lines, schema_of, token_batch
+from cache.source.jsonl import conversation_batch, first_values, read_lines, schema_of, token_batch
 from cache.source.mapped import MappedFile
 from cache.source.place import Place
 
@@ -69,6 +69,29 @@ class InMemory:
         return int(self.table.num_rows) if self.indices is None else len(self.indices)
 
 
+def present(names: Sequence[str], layout: Layout) -> list[str]:
+    """The columns to read of a file that has these."""
+    return [name for name in dict.fromkeys((*layout.names, *layout.groups)) if name in names]
+
+
+class Filled:
+    """Batches of one file with all columns of the layout: optional ones that it lacks as nulls."""
+
+    def __init__(self, names: Sequence[str], layout: Layout) -> None:
+        self._layout, self._unread = layout, layout.unread(names)
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        layout, names = self._layout, batch.schema.names
+        columns = {}
+        for name in layout.names:
+            others = layout.groups if name == layout.group else (name,)
+            found = next((other for other in others if other in names), None)
+            columns[name] = pa.nulls(batch.num_rows, pa.string()) if found is None else batch.column(found)
+        if self._unread is not None:
+            columns[UNREAD] = pa.array([self._unread], pa.string()).take(pa.array(np.zeros(batch.num_rows, np.int64)))
+        return pa.RecordBatch.from_pydict(columns)
+
+
 def file_chunks(part: SourceFiles, layout: Layout, span: RowRange = WHOLE) -> Iterator[Chunk]:
     """Chunks of one file, or of several files in the order of a mapping."""
     if part.indices:
@@ -113,12 +136,13 @@ def arrow_batches(reader: Any, first: int = 0) -> Iterator[pa.RecordBatch]:
 
 def table_chunks(memory: InMemory, layout: Layout, name: str, span: RowRange = WHOLE) -> Iterator[Chunk]:
     """Chunks of a table in memory, in the order of its row numbers where it has some."""
-    table = memory.table.select(layout.names)
+    table = memory.table.select(present(memory.table.schema.names, layout))
+    filled = Filled(memory.table.schema.names, layout)
     total = max(1, memory.num_rows)
     row, stop = span.start, min(span.stop, memory.num_rows)
     if memory.indices is None:
         for batch in table.slice(row, stop - row).to_batches():
-            for start, part in _cut(batch, layout):
+            for start, part in _cut(filled(batch), layout):
                 yield Chunk(part, Place(name, row + start), (row + start + part.num_rows) / total)
             row += batch.num_rows
         return
@@ -128,7 +152,7 @@ def table_chunks(memory: InMemory, layout: Layout, name: str, span: RowRange = W
     step = int(min(CHUNK_ROWS, max(1, TAKE_BYTES / row_bytes)))
     for begin in range(row, stop, step):
         numbers = np.asarray(memory.indices.slice(begin, min(step, stop - begin))).astype(np.int64, copy=False)
-        batch = _take(batches, ends, numbers)
+        batch = filled(_take(batches, ends, numbers))
         for start, part in _cut(batch, layout):
             yield Chunk(part, Place(name, begin + start), (begin + start + part.num_rows) / total)
 
@@ -136,7 +160,7 @@ def table_chunks(memory: InMemory, layout: Layout, name: str, span: RowRange = W
 def _jsonl_chunks(path: Path, layout: Layout, span: RowRange) -> Iterator[Chunk]:
     size = max(1, path.stat().st_size)
     tokens = layout.kind == "tokens"
-    schema = schema_of(first_object(path), layout, path) if tokens else None
+    schema = schema_of(first_values(path), layout, path) if tokens else None
     options = {} if tokens else {"block_bytes": 1 << 19}
     for lines in read_lines(path, start=span.start, stop=span.stop, first_line=span.first_line, **options):
         batch = token_batch(lines, layout, schema, path) if tokens else conversation_batch(lines, layout, path)
@@ -152,8 +176,9 @@ def _parquet_chunks(path: Path, layout: Layout, span: RowRange) -> Iterator[Chun
         ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
         wanted = np.flatnonzero((ends > span.start) & (ends < span.stop + np.diff(ends, prepend=0))).tolist()
         row = int(ends[wanted[0]]) - groups[wanted[0]].num_rows if wanted else 0
-        for batch in file.iter_batches(batch_size=size, row_groups=wanted, columns=layout.names, use_threads=False):
-            for start, part in _cut_within(batch, layout, row, span):
+        filled, columns = Filled(file.schema_arrow.names, layout), present(file.schema_arrow.names, layout)
+        for batch in file.iter_batches(batch_size=size, row_groups=wanted, columns=columns, use_threads=False):
+            for start, part in _cut_within(filled(batch), layout, row, span):
                 yield Chunk(part, Place(str(path), start), (start + part.num_rows) / num_rows)
             row += batch.num_rows
             if row >= span.stop:
@@ -163,8 +188,10 @@ def _parquet_chunks(path: Path, layout: Layout, span: RowRange) -> Iterator[Chun
 def _arrow_chunks(file: DataFile, layout: Layout, span: RowRange) -> Iterator[Chunk]:
     with MappedFile(file.path) as mapped:
         row = span.batch_row
-        for batch in arrow_batches(open_arrow(mapped, file, layout.names), span.batch):
-            for start, part in _cut_within(batch.select(layout.names), layout, row, span):
+        names = open_arrow(mapped, file).schema.names
+        filled = Filled(names, layout)
+        for batch in arrow_batches(open_arrow(mapped, file, present(names, layout)), span.batch):
+            for start, part in _cut_within(filled(batch), layout, row, span):
                 used = [found for column in part.columns if (found := used_bytes(column)) is not None]
                 mapped.will_read(used)
                 yield Chunk(part, Place(str(file.path), start), mapped.share(used))

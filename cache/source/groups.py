@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Bool, Int64
 from numpy import ndarray
 
@@ -11,7 +12,7 @@ from cache.errors import BadSource
 
 MAX_GROUPS = 1 << 16  # the group column is 16 bits wide
 NO_GROUP = "none"
-ONLY_GROUP = "all"  # where no column tells
+ONLY_GROUP = "all"  # where no row has one
 
 
 @dataclass(slots=True)
@@ -28,8 +29,16 @@ class Groups:
     def of(self, batch: pa.RecordBatch) -> Int64[ndarray, "R"]:
         """The number of each row's group; a loop over distinct names only."""
         if self.column is None:
-            return np.full(batch.num_rows, self.number(ONLY_GROUP), dtype=np.int64)
-        encoded = batch.column(self.column).cast(pa.string()).fill_null(NO_GROUP).dictionary_encode()
+            return np.full(batch.num_rows, self.number(NO_GROUP), dtype=np.int64)
+        column = batch.column(self.column)
+        if pa.types.is_nested(column.type):
+            raise BadSource(
+                f"column {self.column} is {column.type}, expected the domain of a row as text. Name another in "
+                'rows.columns.group, or set rows.columns.group="" to read none.'
+            )
+        if pa.types.is_floating(column.type):  # of pandas, where NaN is null
+            column = pc.if_else(pc.is_nan(column), None, column)
+        encoded = column.cast(pa.string()).fill_null(NO_GROUP).dictionary_encode()
         numbers = [self.number(name) for name in encoded.dictionary.to_pylist()]
         group: ndarray = np.array(numbers, dtype=np.int64)[np.asarray(encoded.indices)]
         return group
@@ -39,7 +48,7 @@ class Groups:
         if number >= MAX_GROUPS:
             raise BadSource(
                 f"column {self.column}: more than {MAX_GROUPS} different domains, expected a few. It seems to "
-                "hold something else: set rows.columns.group."
+                'hold something else: set rows.columns.group to another, or to "" to read none.'
             )
         return number
 

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.json
 
 from cache.errors import BadRow, BadSource
-from cache.source.columns import USUAL, Layout
+from cache.source.columns import UNREAD, USUAL, Layout
 from cache.source.find import COMPRESSED
+from cache.source.json_text import decoded, is_missing
 from cache.source.message_keys import ROLE_AND_TEXT
 
 BOM = b"\xef\xbb\xbf"
@@ -34,11 +35,21 @@ class Lines:
     position: int  # bytes of the file that were read up to here
 
 
-def first_object(path: Path) -> dict[str, Any]:
-    """The first line that is not blank: it shows which columns there are."""
+def first_objects(path: Path) -> list[dict[str, Any]]:
+    """The lines of the first block: they show which columns there are, and which types these have."""
     for lines in read_lines(path, block_bytes=1 << 16):
-        return _object(lines.text.split(b"\n", 1)[0], path, lines.first)
+        return [row for _, row in _objects(lines, path)]
     raise BadSource(f"{path}: no line in it, expected one JSON object a line.")
+
+
+def first_values(path: Path) -> dict[str, Any]:
+    """The keys of these lines, each with the first value that says more than null."""
+    found: dict[str, Any] = {}
+    for row in first_objects(path):
+        for name, value in row.items():
+            if found.get(name) in (None, [], "") or is_missing(found[name]):
+                found[name] = value
+    return found
 
 
 def read_lines(
@@ -81,13 +92,21 @@ def token_batch(lines: Lines, layout: Layout, schema: pa.Schema, path: Path) -> 
         )
     except pa.ArrowInvalid:
         table = None
-    if table is not None and table.num_rows == lines.count:
+    # Other names of a domain or a mask are only looked for, so any value in them is a matter for the slow way.
+    odd = [name for name in schema.names if name not in layout.names]
+    if table is not None and table.num_rows == lines.count and all(table[n].null_count == lines.count for n in odd):
         batches = table.combine_chunks().to_batches()
         return batches[0].select(layout.names)
     columns: dict[str, list[Any]] = {name: [] for name in layout.names}
     for number, row in _objects(lines, path):
         for name, values in columns.items():
-            values.append(_checked(row.get(name), name, schema.field(name).type, path, number))
+            value = group_of(row, layout, path, number) if name == layout.group else row.get(name)
+            values.append(_checked(value, name, schema.field(name).type, path, number))
+        if layout.mask is None and (told := next((name for name in USUAL["mask"] if row.get(name) is not None), None)):
+            raise BadRow(
+                f"line {number + 1} of {path}: a loss mask in {told}, though lines before it have none. Set "
+                f"rows.columns.mask={told} and give every line one, or take it out of this one."
+            )
     arrays = {
         name: _text_array(values) if name == layout.group else pa.array(values, schema.field(name).type)
         for name, values in columns.items()
@@ -96,28 +115,43 @@ def token_batch(lines: Lines, layout: Layout, schema: pa.Schema, path: Path) -> 
 
 
 def conversation_batch(lines: Lines, layout: Layout, path: Path) -> pa.RecordBatch:
-    """One record batch with the conversations (and tools) as JSON text; half a surrogate pair becomes U+FFFD."""
+    """One record batch with what is read of each conversation as JSON text; half a surrogate pair becomes U+FFFD.
+
+    A key that a line lacks is null, whatever other lines have; those that nothing reads are named beside the row.
+    """
     rows = []
+    others = USUAL["messages"] if layout.messages in USUAL["messages"] else ()
+    names = list(dict.fromkeys(name for name in (layout.messages, *others) if name is not None))
     for number, row in _objects(lines, path):
-        name = next((name for name in (layout.messages, *USUAL["messages"]) if name in row), None)
+        name = next((name for name in names if name in row), None)
         is_there = row.keys() >= set(layout.pair) if layout.pair else name is not None
         if not is_there:
             raise BadRow(
                 f"line {number + 1} of {path}: keys {', '.join(row)}, expected {layout.rows} among them. Repair "
                 "the line, or set rows.columns.messages."
             )
-        rows.append(row if name is None else row | {layout.messages: row[name]})
+        rows.append((number, row, name))
     columns = {}
     for name in layout.names:
-        values = [row.get(name) for row in rows]
-        if name in (layout.messages, *(layout.pair or ()), "tools"):
-            texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
-            columns[name] = _text_array(texts)
-        elif name == "finished":
-            columns[name] = pa.array([None if value is None else bool(value) for value in values], pa.bool_())
-        else:
-            columns[name] = _text_array([None if value is None else str(value) for value in values])
+        if name == layout.group:
+            columns[name] = _text_array([group_of(row, layout, path, number) for number, row, _ in rows])
+            continue
+        found = [row.get(own if own is not None and name == layout.messages else name) for _, row, own in rows]
+        texts = [None if is_missing(value) else json.dumps(value, ensure_ascii=False) for value in found]
+        columns[name] = _text_array(texts)
+    columns[UNREAD] = _text_array([layout.unread([key for key in row if key != name]) for _, row, name in rows])
     return pa.RecordBatch.from_pydict(columns)
+
+
+def group_of(row: dict[str, Any], layout: Layout, path: Path, number: int) -> str | None:
+    """A line's domain as text."""
+    value = next((row[name] for name in layout.groups if not is_missing(row.get(name))), None)
+    if isinstance(value, list | dict):
+        raise BadRow(
+            f"line {number + 1} of {path}, column {layout.group}: {json.dumps(value)[:80]}, expected the domain of a "
+            'row as text. Name another in rows.columns.group, or set rows.columns.group="" to read none.'
+        )
+    return None if value is None else str(value)
 
 
 def schema_of(row: dict[str, Any], layout: Layout, path: Path) -> pa.Schema:
@@ -132,6 +166,8 @@ def schema_of(row: dict[str, Any], layout: Layout, path: Path) -> pa.Schema:
             raise BadSource(f"{path}: column {name} holds {type(value).__name__}, expected lists. Set rows.columns.")
         kind = pa.list_(pa.int64()) if value is None else type_of(value)
         fields.append(pa.field(name, kind))
+    fields += [pa.field(name, pa.string()) for name in layout.groups if name != layout.group]
+    fields += [pa.field(name, pa.list_(pa.int64())) for name in USUAL["mask"] if layout.mask is None]
     return pa.schema(fields)
 
 
@@ -139,7 +175,7 @@ def type_of(value: Any) -> pa.DataType:
     """What a value of the first line says of its column: text, booleans, messages, else integers."""
     if isinstance(value, str):
         return pa.string()
-    first = next(iter(value), None) if isinstance(value, list) else None
+    first = next((item for item in value if item is not None), None) if isinstance(value, list) else None
     if isinstance(first, dict):
         shape = next((shape for shape in ROLE_AND_TEXT if all(isinstance(first.get(key), str) for key in shape)), ())
         return pa.list_(pa.struct([(key, pa.string()) for key in shape]))
@@ -208,7 +244,7 @@ def _texts_of(value: Any, keys: list[str]) -> list[dict[str, str | None]] | None
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = decoded(line)
     except ValueError as error:
         raise BadRow(f"line {number + 1} of {path}: not JSON ({error}). Repair or remove the line.") from None
     if not isinstance(row, dict):

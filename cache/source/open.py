@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,10 +10,10 @@ import pyarrow.parquet
 from cache.config import RowsConfig
 from cache.errors import BadSource
 from cache.source.chunks import Chunk, InMemory, file_chunks, open_arrow, table_chunks
-from cache.source.columns import Layout, resolve
+from cache.source.columns import Layout, common, resolve
 from cache.source.find import DataFile, SourceFiles
 from cache.source.first_text import tells_first_text
-from cache.source.jsonl import first_object, type_of
+from cache.source.jsonl import first_values, type_of
 from cache.source.mapped import MappedFile
 
 IN_MEMORY = "the table in memory"
@@ -53,18 +52,18 @@ def in_memory(data: Any) -> InMemory:
 
 
 def open_source(parts: Sequence[SourceFiles], rows: RowsConfig, data: Any = None) -> Source:
-    """Resolve the columns, which must be the same in every file."""
+    """Resolve the columns: those that make a row must be the same in every file, any other may be missing in some."""
     if data is not None:
         table = in_memory(data)
         layout = _resolved(table.table.schema, rows, IN_MEMORY)
         return Source((), table, layout, table.num_rows)
-    found: list[tuple[Path, Layout]] = []
+    found: list[tuple[str, Layout]] = []
     count = 0
     for file in (file for part in parts for file in part.files):
         schema, num_rows = _describe(file)
-        found.append((file.path, _resolved(schema, rows, str(file.path))))
+        found.append((str(file.path), _resolved(schema, rows, str(file.path), are_lines=file.format == "jsonl")))
         count = -1 if num_rows is None or count < 0 else count + num_rows
-    layout = _common(found)
+    layout = common(found)
     known = count if count >= 0 and not any(part.indices for part in parts) else None
     single = [
         one for part in parts for one in ([part] if part.indices else [SourceFiles((file,)) for file in part.files])
@@ -77,34 +76,20 @@ def column_names(parts: Sequence[SourceFiles]) -> list[str]:
     return list(_describe(parts[0].files[0])[0].names)
 
 
-def _resolved(schema: pa.Schema, rows: RowsConfig, file: str) -> Layout:
-    layout = resolve(schema.names, rows, file)
+def _resolved(schema: pa.Schema, rows: RowsConfig, file: str, *, are_lines: bool = False) -> Layout:
+    layout = resolve(schema.names, rows, file, are_lines=are_lines)
     is_told = layout.said is not None and tells_first_text(schema.field(layout.said).type)
     return layout if is_told else replace(layout, said=None)
 
 
-def _common(found: list[tuple[Path, Layout]]) -> Layout:
-    """The one layout of all files. Only if all tell what ids were made of is that read."""
-    said = {layout.said for _, layout in found}
-    layouts = [(path, replace(layout, said=None)) for path, layout in found]
-    first, layout = layouts[0]
-    for path, other in layouts:
-        if other != layout:
-            raise BadSource(
-                f"{path}: columns {', '.join(other.names)}, but {first} has {', '.join(layout.names)}. Prepare "
-                "files with other columns apart."
-            )
-    return replace(layout, said=said.pop() if len(said) == 1 else None)
-
-
 def _describe(file: DataFile) -> tuple[pa.Schema, int | None]:
-    """Columns, and the number of rows where the file tells. Of lines, the types that the first one shows."""
+    """Columns, and the number of rows where the file tells. Of lines, the types that the first ones show."""
     try:
         if file.format == "parquet":
             metadata = pa.parquet.read_metadata(file.path)
             return metadata.schema.to_arrow_schema(), int(metadata.num_rows)
         if file.format == "jsonl":
-            return pa.schema([(name, type_of(value)) for name, value in first_object(file.path).items()]), None
+            return pa.schema([(name, type_of(value)) for name, value in first_values(file.path).items()]), None
         with MappedFile(file.path) as mapped:
             return open_arrow(mapped, file).schema, None
     except pa.ArrowInvalid as error:

@@ -10,6 +10,12 @@ class Place:
     file: str
     first_row: int
     lines: bool = False  # rows are lines, which people count from 1
+    elements: bool = False  # of a JSON array
+
+    @property
+    def are_json(self) -> bool:
+        """Whether what rows hold beside token ids came as JSON text."""
+        return self.lines or self.elements
 
     def __call__(self, row: int) -> str:
         return (

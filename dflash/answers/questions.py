@@ -16,11 +16,13 @@ from typing import Any
 
 import xxhash
 
-from cache.chat.conversation import MESSAGES, messages_of, raw_rows, tools_of, values_of
+from cache.chat.conversation import messages_of, tools_of, with_system
 from cache.chat.message import Message, Refused, SchemaError
+from cache.chat.raw_rows import beside, raw_rows, text_of, values_of
 from cache.config import RowsConfig
 from cache.errors import BadRow, BadSource
 from cache.source.chunks import Chunk
+from cache.source.columns import INPUT, SYSTEM, USUAL
 from cache.source.find import find_files
 from cache.source.open import Source, column_names, open_source
 from dflash.config import GenerationConfig
@@ -53,18 +55,17 @@ def key_of(turns: Iterable[Message], tools: list[Message] | None) -> str:
 
 def questions(rows: RowsConfig) -> Iterator[Question]:
     """All rows of the chosen domains, in the order of the source; row numbers count every row of it."""
-    source, has_identity = _open(rows)
+    source = _open(rows)
     first = 0
     for chunk in source.chunks():
         group = values_of(chunk.batch, source.layout.group) if source.layout.group else None
-        identity = values_of(chunk.batch, "id") if has_identity else None
-        tools = values_of(chunk.batch, "tools")
+        around = {name: values_of(chunk.batch, name) for name in source.layout.beside}
         for index, raw in enumerate(raw_rows(chunk.batch, source.layout.columns(), chunk.place.file)):
             domain = None if group is None or group[index] is None else str(group[index])
             if rows.groups is not None and domain not in rows.groups:
                 continue
-            given = None if identity is None or identity[index] is None else str(identity[index])
-            yield _question(first + index, raw, tools[index] if tools else None, domain, given, chunk, index)
+            found = {name: beside(values, index, are_json=chunk.place.are_json) for name, values in around.items()}
+            yield _question(first + index, raw, found, domain, chunk, index)
         first += chunk.batch.num_rows
 
 
@@ -125,7 +126,7 @@ def _earlier_key(line: bytes, seen: set[tuple[int, str]], place: str, *, is_last
     if "question" in value:
         pair = (value["row"], value["question"])
         return None if pair in seen or seen.add(pair) else value["question"]  # type: ignore[func-returns-value]
-    name = next((name for name in MESSAGES if name in value), None)
+    name = next((name for name in USUAL["messages"] if name in value), None)
     try:
         messages = [] if name is None else messages_of(value[name], Counter())
     except (Refused, SchemaError):
@@ -136,31 +137,35 @@ def _earlier_key(line: bytes, seen: set[tuple[int, str]], place: str, *, is_last
     return key_of(asked, tools_of(value.get("tools"))) if asked else None
 
 
-def _open(rows: RowsConfig) -> tuple[Source, bool]:
+def _open(rows: RowsConfig) -> Source:
     """The source read as conversations, also where it has token ids beside them, with `id` where it has that."""
     parts = find_files(rows)
     names = column_names(parts)
-    wanted = (rows.columns.messages,) if rows.columns.messages else (*MESSAGES, *PROMPTS)
+    wanted = (rows.columns.messages,) if rows.columns.messages else (*USUAL["messages"], *PROMPTS)
     column = next((name for name in wanted if name in names), None)
     if column is None:
+        usual = ", ".join(USUAL["messages"])
         raise BadSource(
-            f"{parts[0].files[0].path}: columns {', '.join(names)}, expected conversations in {', '.join(MESSAGES)}, "
+            f"{parts[0].files[0].path}: columns {', '.join(names)}, expected conversations in {usual}, "
             f"or prompts in {' or '.join(PROMPTS)}. Name the column in rows.columns.messages."
         )
     columns = rows.columns.model_copy(update={"messages": column, "ids": None, "mask": None})
     source = open_source(parts, rows.model_copy(update={"columns": columns}))
-    beside = tuple(name for name in ("id", "tools") if name in names)
-    return replace(source, layout=replace(source.layout, beside=beside)), "id" in beside
+    more = ("id", INPUT) if column == "instruction" else ("id",)
+    return replace(source, layout=replace(source.layout, beside=(*source.layout.beside, *more)))
 
 
-def _question(
-    row: int, raw: Any, tools: Any, domain: str | None, identity: str | None, chunk: Chunk, index: int
-) -> Question:
+def _question(row: int, raw: Any, around: dict[str, Any], domain: str | None, chunk: Chunk, index: int) -> Question:
+    """`around` has what stands beside the conversation, by column."""
+    identity = None if around.get("id") is None else str(around["id"])
     try:
-        stretches = _stretches(messages_of(_conversation(raw, is_json=chunk.place.lines), Counter()))
+        messages = messages_of(_conversation(raw, is_json=chunk.place.are_json), Counter())
+        if more := text_of(around.get(INPUT), INPUT):
+            messages[0] = messages[0] | {"content": f"{messages[0]['content']}\n\n{more}"}
+        stretches = _stretches(with_system([around.get(name) for name in SYSTEM], messages))
         if not stretches:
             raise Refused("no_user_turn")
-        return Question(row, stretches, tools_of(tools), domain, identity)
+        return Question(row, stretches, tools_of(around.get("tools")), domain, identity)
     except Refused as refused:
         return Question(row, (), None, domain, identity, str(refused))
     except SchemaError as error:
@@ -180,9 +185,14 @@ def _conversation(raw: Any, *, is_json: bool) -> Any:
         value = None
     if is_json and not isinstance(value, str):
         return raw  # decoded again by `messages_of`, which repairs half surrogate pairs
-    if not is_json and isinstance(value, list) and all(isinstance(message, dict) for message in value):
+    text = value if is_json else raw
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
         return raw
-    return [{"role": "user", "content": value if is_json else raw}]
+    return [{"role": "user", "content": text}]
 
 
 def _stretches(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:

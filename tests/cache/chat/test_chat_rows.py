@@ -142,14 +142,14 @@ def test_no_column_of_conversations_names_what_there_is(tmp_path):
 @pytest.mark.parametrize("call", [{}, {"id": ""}, {"id": None, "type": None}, {"type": "function"}])
 def test_tool_call_without_id_or_type_is_filled(tmp_path, call):
     chat = chat_tokenizer(tmp_path, CALLS)
-    assert supervised_runs(chat, tokenised(chat, [calling(**call)])) == [['<call_0 function f {"a": 1}>[E]']]
+    assert supervised_runs(chat, tokenised(chat, [calling(**call)])) == [['<call00000 function f {"a": 1}>[E]']]
 
 
 def test_ids_are_counted_through_a_conversation(tmp_path):
     chat = chat_tokenizer(tmp_path, CALLS)
     two = [*calling(), {"role": "tool", "content": "r"}, *calling()[1:]]
     runs = supervised_runs(chat, tokenised(chat, [two]))
-    assert runs == [['<call_0 function f {"a": 1}>[E]', '<call_1 function f {"a": 1}>[E]']]
+    assert runs == [['<call00000 function f {"a": 1}>[E]', '<call00001 function f {"a": 1}>[E]']]
 
 
 @pytest.mark.parametrize("call", [{"id": 123}, {"type": "code"}, {"function": {"arguments": {}}}, {"function": "f"}])
@@ -162,7 +162,7 @@ def test_tool_call_of_wrong_type_is_an_error(tmp_path, call):
 def test_arguments_are_encoded_once(tmp_path, arguments):
     chat = chat_tokenizer(tmp_path, CALLS)
     made = tokenised(chat, [calling(function={"name": "f", "arguments": arguments})])
-    assert supervised_runs(chat, made) == [['<call_0 function f {"a": 1}>[E]']]
+    assert supervised_runs(chat, made) == [['<call00000 function f {"a": 1}>[E]']]
     assert b'\\"' not in bytes(i for i in made.tokens.values.tolist() if i < 256)
 
 
@@ -177,7 +177,7 @@ def test_function_call_role_of_the_from_value_shape(tmp_path):
     chat = chat_tokenizer(tmp_path, CALLS)
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
     made = tokenised(chat, [[{"from": "human", "value": "q"}, call, {"from": "observation", "value": "r"}, *C0[1:2]]])
-    assert supervised_runs(chat, made) == [['<call_0 function f {"a": 1}>[E]', "ok[E]"]]
+    assert supervised_runs(chat, made) == [['<call00000 function f {"a": 1}>[E]', "ok[E]"]]
 
 
 def test_content_as_parts(tmp_path):
@@ -186,7 +186,7 @@ def test_content_as_parts(tmp_path):
     image = [{"role": "user", "content": [{"type": "image", "url": "x"}, {"type": "text", "text": "q"}]}, *C0[1:]]
     made = tokenised(chat, [parts, image])
     assert rows(made) == [(C0_IDS, C0_MASK)]
-    assert made.dropped == {"part_not_text": 1}
+    assert made.dropped == {"part_not_text: image": 1}
 
 
 def test_half_of_a_surrogate_pair(tmp_path):
@@ -207,7 +207,7 @@ def test_arguments_keep_their_own_keys(tmp_path, kind):
     batch = json_batch(conversations) if kind == "json" else pa.table({"messages": conversations})
     chat = chat_tokenizer(tmp_path, CALLS)
     runs = supervised_runs(chat, chat.tokenise(batch, Columns(), Place("x", 0)))
-    assert runs == [['<call_0 function f {"a": 1}>[E]'], ['<call_0 function f {"b": "x"}>[E]']]
+    assert runs == [['<call00000 function f {"a": 1}>[E]'], ['<call00000 function f {"b": "x"}>[E]']]
 
 
 def test_content_as_text_and_as_parts_in_one_file(tmp_path):
