@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         ("check", "estimate what a run needs and write plan.json"),
         ("train", "train from the newest checkpoint and write train.json"),
         ("evaluate", "measure τ and decoding and write evaluation.json and report.html"),
+        ("serve-check", "decode through a real server, without and with the drafter, and write served.json"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("run", type=Path, help="run directory, with config.json")
@@ -91,6 +92,17 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("export", help="write the newest checkpoint in its served layouts")
     command.add_argument("run", type=Path, help="run directory, with config.json")
     _add_config(command)
+    command = commands.add_parser("serve", help="serve GGUF files until standard input ends")
+    command.add_argument("--target", type=Path, required=True, help="GGUF file of the target")
+    command.add_argument("--drafter", type=Path, help="GGUF file of the drafter")
+    for name, default, text in (
+        ("drafts", 0, "most drafts of a round"),
+        ("context", 4096, "positions of a prompt with its answer"),
+        ("parallel", 1, "prompts at once"),
+        ("threads", 1, "threads, which spin while they wait"),
+        ("port", 0, "port; 0: any free one"),
+    ):
+        command.add_argument(f"--{name}", type=int, default=default, help=text)
     command = commands.add_parser("generate", help="answer prompts with the target and write answers.jsonl")
     command.add_argument("run", metavar="answers", type=Path, help="directory of the answers, with config.json")
     _add_config(command)
@@ -144,6 +156,15 @@ def _run(arguments: argparse.Namespace) -> int:
         from dflash.export.export import export
 
         export(arguments.run, arguments.config)
+    elif arguments.command == "serve-check":
+        from dflash.serving.check import serve_check
+
+        serve_check(arguments.run, arguments.tokens, arguments.config)
+    elif arguments.command == "serve":
+        from dflash.serving.server import ServerSettings, serve
+
+        given = {name: getattr(arguments, name) for name in ServerSettings.__slots__}
+        serve(ServerSettings(**given), lambda url: print(json.dumps({"url": url}), flush=True), sys.stdin.buffer.read)
     elif arguments.command == "generate":
         from dflash.answers.generate import generate
         from dflash.interrupt import Interrupted

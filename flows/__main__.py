@@ -36,6 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if arguments[:1] == ["clean"]:
             return clean.main(arguments[1:], _program())
+        if arguments[:1] == ["serve"]:
+            from flows.cli import serve
+
+            return serve.main(arguments[1:], _program())
         deployments = read_deployments(root)
         options = _parser(deployments).parse_args(arguments)
         deployment = deployments[options.name]
@@ -91,7 +95,8 @@ def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
         description="Runs a deployment of prefect.yaml in this process.",
-        epilog=f"deployments:\n{listed}\n\nParameters: see prefect.yaml. Deleting: see `{program} clean --help`.",
+        epilog=f"deployments:\n{listed}\n\nParameters: see prefect.yaml. Deleting: see `{program} clean --help`. "
+        f"Serving: see `{program} serve --help`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", choices=list(deployments), help="one of the deployments below")

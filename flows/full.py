@@ -1,4 +1,4 @@
-"""All of it: rows → token cache → checkpoints → report → drafter to serve."""
+"""All of it: rows → token cache → checkpoints → report → drafter to serve, tried in a server."""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -12,6 +12,7 @@ from flows.prepare import prepare_run
 from flows.runs.directory import Tree, in_use
 from flows.runs.naming import full_run_name
 from flows.runs.parameters import Dask, Home, Name, Parameters
+from flows.serve_check import serve_check_run
 from flows.show.summary import outcome, summarise
 from flows.train import train_run
 
@@ -28,7 +29,7 @@ def full(
     home: Home = None,
     dask: Dask = None,
 ) -> "State[Tree]":
-    """Prepares, trains, evaluates and exports; what is done already is not repeated.
+    """Prepares, trains, evaluates, exports and tries the drafter in a server; what is done already is not repeated.
 
     Args:
         name: name of the run; its directory is home/runs/name
@@ -56,5 +57,6 @@ def full(
         train_run(parameters, tokens)
         evaluate_run(parameters, tokens)
         export_run(parameters)
-        summary = summarise(parameters, tokens)
+        served = serve_check_run(parameters, tokens)
+        summary = summarise(parameters, tokens, served)
     return Completed(message=outcome(summary), data=summary)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from cache.json_file import write_text
+from cache.json_file import read_json, write_text
 from dflash.run_directory import RunDirectory
 from dflash.training.metrics import coverage_by_length
 
@@ -27,11 +27,16 @@ svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#59636e}
 def write_report(run: RunDirectory, evaluation: dict[str, Any]) -> None:
     """Write the run's report from its metrics and its evaluation."""
     lines = list(run.metric_lines())
-    write_text(run.path / "report.html", render(run.path.name, lines, evaluation))
+    served = read_json(run.path / "served.json")
+    if served is not None and served["checkpoint"] != evaluation["checkpoint"]:
+        served = None  # of another drafter
+    write_text(run.path / "report.html", render(run.path.name, lines, evaluation, served))
 
 
-def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any]) -> str:
-    """The page as text."""
+def render(
+    name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any], served: dict[str, Any] | None = None
+) -> str:
+    """The page as text; `served` is what a real server said of the drafter."""
     tau, decode = evaluation["tau"], evaluation["decode"]
     steps, total = [], 0
     for line in lines:
@@ -47,10 +52,12 @@ def render(name: str, lines: Sequence[dict[str, Any]], evaluation: dict[str, Any
                 ("accepted drafts a round", f"{_number(decode['accepted_per_round'])}: τ without the bonus token"),
                 ("same text as the target", _lossless(decode)),
                 ("speed", _speed(decode)),
+                *([] if served is None else [("in a server", _served(served))]),
             ]
         ),
         f'<p class="note">Teacher-forced: {escape(tau["convention"])}.</p>',
         f'<p class="note">Decoding: {escape(decode["convention"])}.</p>',
+        *([] if served is None else [f'<p class="note">Served: {escape(served["convention"])}.</p>']),
         "<h2>Acceptance by slot</h2>",
         '<p class="note">Share of rounds that accepted slot k, on held-out rows. '
         "Grey: before training. Green: after.</p>",
@@ -96,6 +103,15 @@ def _lossless(decode: dict[str, Any]) -> str:
 def _speed(decode: dict[str, Any]) -> str:
     alone, helped = decode["plain_tokens_per_s"], decode["speculative_tokens_per_s"]
     return f"{helped:.1f} tokens/s with the drafter, {alone:.1f} without: {decode['speedup']:.2f} ×"
+
+
+def _served(served: dict[str, Any]) -> str:
+    wrong = [case for case, is_right in served["cases"].items() if not is_right]
+    return (
+        f"{escape(served['server'])}: same text {_lossless(served)}; τ {_number(served['tau'])}, "
+        f"{_number(served['tau_ours'])} of ours; {_speed(served)}"
+        + (f"; WRONG: {escape(', '.join(wrong))}" if wrong else "")
+    )
 
 
 def _domains(walked: dict[str, Any], decoded: dict[str, Any]) -> str:

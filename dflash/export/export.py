@@ -80,7 +80,13 @@ def export(path: Path, config_name: str = CONFIG) -> None:
             if layout == "gguf":
                 kind = gguf_type(config.export, config.target)
                 beside = write_gguf_layout(partial, drafter, target.model, config.target, kind)
-                more = {"type": kind, "drafter": str(final / DRAFTER), "target": str(beside or final / TARGET)}
+                more = {
+                    "type": kind,
+                    "drafter": str(final / DRAFTER),
+                    "target": str(beside or final / TARGET),
+                    "drafts": shape.block_size - 1,
+                    "positions": shape.max_position_embeddings,
+                }
                 progress.advance("gguf written")
                 difference = compare_hidden(rounded_drafter(drafter, kind), head, partial)
             else:

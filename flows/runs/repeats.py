@@ -92,6 +92,10 @@ def _target(parameters: Parameters) -> list[str]:
     return [fingerprint(parameters.target), parameters.target.dtype]
 
 
+def serve_fingerprint(parameters: Parameters, tokens: Path) -> str:
+    return _digest([evaluate_fingerprint(parameters, tokens), export_fingerprint(parameters)])
+
+
 def _checkpoint(run: Path) -> list[str]:
     """Name and content of the newest checkpoint: its state holds the checksums of its other files."""
     newest = newest_checkpoint(run)

@@ -12,12 +12,12 @@ from flows.runs.ledger import seconds_by_stage
 from flows.runs.parameters import Parameters
 from flows.show.artifacts import reporting
 from flows.show.progress import console
-from flows.show.tables import busy_by_stage, number, report_markdown, stage_seconds, with_error
+from flows.show.tables import busy_by_stage, number, report_markdown, served_line, stage_seconds, with_error
 
 
-def summarise(parameters: Parameters, tokens: Path) -> Tree:
+def summarise(parameters: Parameters, tokens: Path, served: Tree | None) -> Tree:
     """Writes summary.json, prints the table, and returns what both say."""
-    summary = summary_of(parameters, tokens)
+    summary = summary_of(parameters, tokens, served)
     write_json(parameters.run_directory / "summary.json", summary)
     with reporting(parameters.name, "report") as reporter:
         samples = _result(parameters.run_directory, "evaluation").get("samples", [])
@@ -34,7 +34,7 @@ def outcome(summary: Tree) -> str:
     return f"loss {number(summary['loss'])}, τ {before} → {after}"
 
 
-def summary_of(parameters: Parameters, tokens: Path) -> Tree:
+def summary_of(parameters: Parameters, tokens: Path, served: Tree | None) -> Tree:
     run = parameters.run_directory
     manifest = TokenCache.open(tokens).manifest
     trained, evaluation, exported = (_result(run, stage) for stage in ("train", "evaluation", "export"))
@@ -65,6 +65,7 @@ def summary_of(parameters: Parameters, tokens: Path) -> Tree:
         "report": str(run / "report.html"),
         "export": exported["path"],
         "max_logit_difference": exported["max_logit_difference"],
+        "served": served,
     }
 
 
@@ -101,6 +102,7 @@ def _lines(summary: Tree) -> dict[str, str]:
         "lossless": _lossless(decode),
         "decoding": f"τ {number(decode['tau'])}; {decode['plain_tokens_per_s']:.1f} tokens/s plain, "
         f"{decode['speculative_tokens_per_s']:.1f} speculative ({decode['speedup']:.2f}×)",
+        **({"served": served_line(summary["served"])} if summary["served"] else {}),
         "report": summary["report"],
         "export": summary["export"],
     }

@@ -113,6 +113,33 @@ def tau_table(evaluation: Tree) -> list[Row]:
     return rows
 
 
+def served_line(served: Tree) -> str:
+    """`8 of 8 texts equal, τ 1.188 in llama.cpp, 1.175 of ours`, and what went wrong."""
+    near_ties = f" and {served['near_ties']} up to a near tie" if served["near_ties"] else ""
+    wrong = [] if served["lossless"] else ["texts"]
+    wrong += [case for case, is_right in served["cases"].items() if not is_right]
+    return (
+        f"{served['identical']} of {served['prompts']} texts equal{near_ties}; τ {number(served['tau'])} in "
+        f"{served['server'].split(' (')[0]}, {number(served['tau_ours'])} of ours; "
+        f"{served['plain_tokens_per_s']:.1f} tokens/s plain, {served['speculative_tokens_per_s']:.1f} speculative "
+        f"({served['speedup']:.2f}×)" + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
+    )
+
+
+def served_table(served: Tree) -> list[Row]:
+    rows: list[Row] = [{"what": "all", "server": served_line(served), "ours": ""}]
+    rows.append({"what": "τ", "server": number(served["tau"]), "ours": number(served["tau_ours"])})
+    pairs = zip(served["accepted_by_slot"], served["accepted_by_slot_ours"], strict=True)
+    rows += [
+        {"what": f"drafts accepted at slot {slot}", "server": f"{there:.1%}", "ours": f"{here:.1%}"}
+        for slot, (there, here) in enumerate(pairs, start=1)
+    ]
+    return rows + [
+        {"what": case, "server": "same" if is_same else "NOT the same", "ours": ""}
+        for case, is_same in served["cases"].items()
+    ]
+
+
 def with_error(measured: Tree) -> str:
     """A measured value and its standard error; of one row there is none."""
     value, error = measured["value"], measured["se"]

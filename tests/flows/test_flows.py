@@ -17,14 +17,18 @@ from cache.disk.store import TokenCache
 from cache.errors import BadSource
 from dflash.errors import ConfigMismatch, RunLocked
 from flows import prepare as prepare_module
+from flows import serve_check as serve_check_module
 from flows.cli.overrides import check_parameters
-from flows.errors import CannotFit, StageKilled
+from flows.errors import BadParameter, CannotFit, StageKilled
 from flows.evaluate import evaluate
 from flows.export import export
 from flows.full import full
 from flows.prepare import prepare
 from flows.runs.directory import stage_alone
 from flows.runs.ledger import mark_finished, seconds_by_stage
+from flows.serve_check import serve_check
+from flows.show.summary import summary_table
+from flows.show.tables import served_line
 from flows.train import outcome, train, train_drafter
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -75,6 +79,26 @@ def test_full_run_makes_everything_and_a_second_repeats_nothing(
     assert first["tau"] == {"before": 1.0, "after": 1.5}
     assert first["busy"] == {"read": 0.75, "target": 0.75, "train": 0.75}
     assert first["lossless"] is True
+
+
+def test_an_export_for_llama_cpp_is_tried_in_its_server_once(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree["export"] = {"layouts": ["dflash", "gguf"]}
+    first = run(full, tree)
+    assert stages_run(home) == ["check", "train", "evaluate", "export", "serve-check"]
+    assert first["served"] == json.loads((home / "runs/tiny/served.json").read_text())
+    line = "2 of 2 texts equal; τ 1.500 in llama.cpp, 1.490 of ours; 10.0 tokens/s plain, 8.0 speculative (0.80×)"
+    assert served_line(first["served"]) == f"{line}; WRONG: a stop text"
+    assert summary_table(first).row_count == summary_table(first | {"served": None}).row_count + 1
+    assert run(serve_check, {"name": "tiny"}) == first["served"]
+    assert run(full, tree) == first
+    run(full, tree, evaluation={"prompts": 3})
+    assert stages_run(home)[5:] == ["evaluate", "serve-check"]
+    monkeypatch.setattr(serve_check_module, "is_installed", lambda: False)
+    assert run(full, tree)["served"] is None
+    with pytest.raises(BadParameter, match=r"xllamacpp and openai are not installed; pip install"):
+        run(serve_check, {"name": "tiny"})
 
 
 def test_what_repeats_evaluation_and_export(home: Path, tree: dict[str, Any]) -> None:
@@ -217,7 +241,7 @@ def test_training_that_cannot_fit_is_refused_before_it_starts(
     accepted = (home / "runs/tiny/config.json").read_text()
     monkeypatch.setenv("FAKE_TOO_BIG", "1")
     with pytest.raises(CannotFit):
-        run(train, tree | {"training": {"epochs": 3, "tokens_per_batch": 10**9}})
+        run(train, tree | {"training": {"epochs": 3, "tokens_per_step": 10**9}})
     assert (home / "runs/tiny/config.json").read_text() == accepted
     assert list((home / "runs/tiny").glob("proposed-*")) == []
 

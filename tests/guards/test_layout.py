@@ -18,6 +18,7 @@ CONCURRENT = (
     "dflash/training/checkpoint.py",
     "dflash/export/export.py",  # loads back what it wrote in a process that knows nothing
     "dflash/answers/generate.py",
+    "dflash/serving/server.py",  # a server is a process of its own
     "dflash/pipeline/",
     "flows/show/artifacts.py",
     "flows/stage/process.py",

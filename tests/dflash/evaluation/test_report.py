@@ -101,3 +101,19 @@ def test_what_cannot_be_said_is_not_said() -> None:
     assert "not comparable at temperature 0.7" in page
     assert "Too few lines of metrics" in page
     assert "NO: 1 of 2" in render("run", [], evaluation(lossless=False, near_ties=0))
+
+
+def test_what_a_server_said_is_on_the_page() -> None:
+    served = {
+        "server": "llama.cpp <1>", "prompts": 3, "identical": 2, "near_ties": 1, "lossless": True, "tau": 1.4771,
+        "tau_ours": 1.485, "plain_tokens_per_s": 10.0, "speculative_tokens_per_s": 18.0, "speedup": 1.8,
+        "cases": {"two prompts at once": True, "a stop text": False}, "convention": "over HTTP",
+    }  # fmt: skip
+    page = Strict()
+    page.feed(render("demo", LINES, evaluation(), served))
+    assert (
+        "llama.cpp <1>: same text yes: 2 of 3 token for token, 1 parted at a near tie; τ 1.477, 1.485 of ours"
+        in page.text
+    )
+    assert "WRONG: a stop text" in page.text
+    assert "Served: over HTTP." in page.text
