@@ -79,7 +79,7 @@ def content_key(
         "source": hash_table(data, rows) if data is not None else hash_sources(parts, sidecar),
         "probe": xxhash.xxh3_128_hexdigest(canonical(known)),
         **chat_files,
-        "template_arguments": canonical(rows.template_arguments).decode() if is_chat else "none",
+        "template_arguments": canonical(rows.template_arguments if is_chat else {}).decode(),
         "rules": canonical(rules).decode(),
         "vocabulary": str(resolve_vocabulary(rows, tokenizer, vocabulary)),
         "code": hash_code(PACKAGE),
