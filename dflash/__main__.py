@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("run", type=Path, help="run directory, with config.json")
         command.add_argument("--tokens", type=Path, required=True, help="directory of the token cache")
         _add_config(command)
+        if name == "check":
+            command.add_argument(
+                "--assume",
+                metavar="gpus=8,memory_gb=141",
+                help="print layouts, days and memory on such a machine instead; also tflops, target_us (of a token), "
+                "drafter_us (of a slot), rows",
+            )
         if name == "train":
             command.add_argument("--until-epoch", type=int, help="stop once so many epochs of the plan are done")
             command.add_argument("--until-time", type=float, help="stop at this time, in seconds since 1970")
@@ -145,6 +152,11 @@ def _run(arguments: argparse.Namespace) -> int:
         except Interrupted:
             return STOPPED
     elif arguments.command == "check":
+        if arguments.assume:
+            from dflash.training.assumed import Assumed, assumed
+
+            print(assumed(arguments.run, arguments.tokens, Assumed.parse(arguments.assume), arguments.config))
+            return 0
         from dflash.training.check import check
 
         check(arguments.run, arguments.tokens, arguments.config)

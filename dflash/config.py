@@ -73,10 +73,10 @@ class TrainingConfig(_Model):
     features: Literal["stream", "reuse"] = Field(
         "stream", description="reuse: keep the first epoch's features on disk, so that later epochs skip the target"
     )
-    processes: int = Field(
-        1,
+    processes: int | None = Field(
+        None,
         description="processes of one machine that a flow starts for this run, by torchrun; they share out its GPUs "
-        "and the rows of a step",
+        "and the rows of a step; None: as many as the check finds the fastest",
         ge=1,
     )
     pass_slots: int | None = Field(

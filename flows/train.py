@@ -103,9 +103,9 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
 def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
     run = parameters.run_directory
     with stage_alone(run, "train"), proposed_config(run, parameters, "train") as config:
-        check_run(run, tokens, config)
+        plan = check_run(run, tokens, config)
         arguments = ["train", str(run), "--tokens", str(tokens), "--config", config, *limits.arguments()]
-        watch_stage("train", arguments, run, parameters.training.processes)
+        watch_stage("train", arguments, run, plan["processes"])
     trained = read_json(run / "train.json")
     assert trained is not None, "a training that succeeded leaves train.json"
     with reporting(parameters.name, "train") as reporter:

@@ -71,7 +71,7 @@ def plan_epoch(
     group_tokens = np.add.reduceat(length, first)[chosen]
     first, count = first[chosen], count[chosen]
     offsets = offsets_of(count)
-    rows = rows[np.repeat(first - offsets[:-1], count) + np.arange(rows.size)]
+    rows = rows[np.repeat((first - offsets[:-1]).astype(np.int32), count) + np.arange(rows.size, dtype=np.int32)]
     units = np.minimum(count, UNITS)
     place = np.arange(int(units.sum())) - np.repeat(offsets_of(units)[:-1], units)  # of a unit in its group
     starts = np.repeat(offsets[:-1], units) + place * np.repeat(count, units) // np.repeat(units, units)
@@ -112,14 +112,15 @@ def _neighbours(tokens: Integer[ndarray, "n"], slots: Integer[ndarray, "n"], siz
 
 def _first_rows(length: Integer[ndarray, "n"], size: int, tokens_per_step: int) -> Int64[ndarray, "G"]:
     """Index of each group's first row, where windows of `size` rows lie in the order of `_neighbours`."""
-    rows = np.arange(length.size)
-    end = np.minimum((rows // size + 1) * size, length.size)
     # As many rows as tokens_per_step has: a multiple of UNITS where there are about so many, else a power of two.
-    many = tokens_per_step / np.maximum(1, length)
-    in_units = UNITS * np.maximum(1, np.rint(np.minimum(many, GROUP_TOKENS / np.maximum(1, length)) / UNITS))
+    lengths = np.maximum(1, np.arange(int(length.max()) + 1))
+    many = tokens_per_step / lengths
+    in_units = UNITS * np.maximum(1, np.rint(np.minimum(many, GROUP_TOKENS / lengths) / UNITS))
     powers = 1 << np.searchsorted([2**0.5, 2**1.5], many, side="right")
-    count = np.where(many >= 2**2.5, in_units, powers).astype(np.int64)
-    following = np.minimum(rows + count, end)
+    count = np.minimum(np.where(many >= 2**2.5, in_units, powers), length.size).astype(np.int32)
+    rows = np.arange(length.size, dtype=np.int32)
+    end = np.minimum((rows // size + 1) * size, length.size)
+    following = np.minimum(rows + count[length], end)
     # All windows step to their next group at once, until none has one.
     starts, cuts = rows[::size], []
     stops = end[starts]
@@ -128,4 +129,4 @@ def _first_rows(length: Integer[ndarray, "n"], size: int, tokens_per_step: int) 
         starts = following[starts]
         within = starts < stops
         starts, stops = starts[within], stops[within]
-    return np.sort(np.concatenate(cuts))
+    return np.sort(np.concatenate(cuts)).astype(np.int64)

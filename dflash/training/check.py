@@ -11,12 +11,15 @@ from dflash.batch import Step
 from dflash.config import RunConfig
 from dflash.distributed import Ranks
 from dflash.host import cpu_threads, free_bytes
+from dflash.model.drafter import Drafter
 from dflash.pipeline.train_plan import TrainPlan
 from dflash.run_directory import CONFIG, ProgressFile
-from dflash.target.placement import place
+from dflash.target.placement import Devices, place
 from dflash.training import checkpoint
 from dflash.training.initial_drafter import new_drafter
+from dflash.training.layouts import Layout, layouts
 from dflash.training.open_run import OpenRun, open_run
+from dflash.training.room import estimated_bytes, fit_room
 from dflash.training.stage_seconds import stage_seconds, step_seconds
 from dflash.training.step import Trainer
 
@@ -33,7 +36,17 @@ def check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
     plan, training = opened.plan(), opened.config.training
     steps = [plan.steps(epoch) for epoch in range(training.epochs)]
     left = sum(steps) - (done.state.steps_total if done else 0)
-    measured = _measure(opened, plan)
+    refusals = []
+    try:
+        measured = _measure(opened, plan)
+    except torch.OutOfMemoryError as error:
+        measured = _unmeasured(opened)
+        need = estimated_bytes(opened.shape).of(plan.room.tokens, plan.room.slots)
+        refusals.append(
+            f"memory: a pass of {plan.room.slots:,} slots keeps about {need / 1e9:.1f} GB (estimated) beside target, "
+            f"drafter and optimizer, and the device has no room for it: {error}. Lower training.anchors, put the "
+            "target on other devices (target.devices), or use a larger GPU."
+        )
     parameters = measured["parameters"]
     features = opened.store.manifest.tokens * opened.feature_width * 2
     disk = {
@@ -42,7 +55,6 @@ def check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
         "export": parameters * 4,
     }
     free = shutil.disk_usage(path).free
-    refusals = []
     if sum(disk.values()) > free:
         refusals.append(
             f"disk: {sum(disk.values()) / 1e9:.1f} GB needed in {path}, {free / 1e9:.1f} GB are free. "
@@ -55,7 +67,8 @@ def check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
                 f"memory: {need / 1e9:.1f} GB needed on {device}, {available / 1e9:.1f} GB are available. "
                 "Lower training.pass_slots."
             )
-    seconds = measured["step_seconds"]
+    seconds, gpus = measured["step_seconds"], measured["gpus"]
+    found = layouts(gpus, left * seconds["target"], left * seconds["train"]) if seconds else []
     opened.run.write(
         "plan.json",
         {
@@ -70,24 +83,33 @@ def check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
             "memory_bytes": measured["memory_bytes"],
             "available_memory_bytes": measured["available_memory_bytes"],
             "step_seconds": seconds,
-            "seconds_total": _seconds_total(steps, left, seconds, opened.config),
+            "seconds_total": _seconds_total(steps, left, seconds, opened.config, gpus) if seconds else 0.0,
+            "gpus": gpus,
+            "processes": _processes(opened.config, found),
+            "layouts": [layout.to_json() for layout in found],
+            "pass_slots": plan.room.slots,
             "fits": not refusals,
             "refusals": refusals,
         },
     )
 
 
-def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], config: RunConfig) -> float:
-    """Target and drafter take turns on one device and work side by side on several.
+def _processes(config: RunConfig, found: list[Layout]) -> int:
+    """Those that were asked for, else those of the fastest layout; named devices are one process's."""
+    if config.training.processes is not None:
+        return config.training.processes
+    return found[0].processes if found and config.target.devices == "auto" else 1
 
-    Where features are reused, only what is left of the first epoch pays for the target.
-    """
-    devices = place(config.target, _first_of(config)).decided(seconds["target"], seconds["train"])
+
+def _seconds_total(steps: list[int], left: int, seconds: dict[str, float], config: RunConfig, gpus: int) -> float:
+    """By the layout that will be run. Where features are reused, only what is left of the first epoch pays for the
+    target."""
     with_target = max(0, left - sum(steps[1:])) if config.training.features == "reuse" else left
-    if not devices.apart:  # every device does some of all the work
-        return (left * seconds["train"] + with_target * seconds["target"]) / len(devices.targets)
-    target = seconds["target"] / len(devices.targets)
-    return with_target * max(seconds["train"], target) + (left - with_target) * seconds["train"]
+    target_s, train_s = with_target * seconds["target"], with_target * seconds["train"]
+    processes = _processes(config, layouts(gpus, target_s, train_s))
+    first = [one.seconds for one in layouts(gpus, target_s, train_s) if one.processes == processes]
+    shared = target_s + train_s if not first else min(first)  # processes that no equal share of the GPUs is for
+    return shared + (left - with_target) * seconds["train"] / processes
 
 
 def _measure(opened: OpenRun, plan: TrainPlan) -> dict[str, Any]:
@@ -100,6 +122,7 @@ def _measure(opened: OpenRun, plan: TrainPlan) -> dict[str, Any]:
     target = opened.load_target(devices.targets[0])
     drafter = new_drafter(opened.shape, config.drafter, target, config.training.seed).to(devices.drafter)
     trainer = Trainer(drafter, *target.ends(devices.drafter), config.training)
+    fit_room(plan, target, trainer)
     by_slots = sorted(plan.passes(0, 0, 1), key=lambda item: int(plan.row_slots[item[1]].max()) * item[1].size)
     measured = [by_slots[-1], *(by_slots[len(by_slots) * i // _MEASURED] for i in range(_MEASURED))]
 
@@ -110,17 +133,37 @@ def _measure(opened: OpenRun, plan: TrainPlan) -> dict[str, Any]:
     seconds = stage_seconds(plan, target, trainer, measured, step)
     assert seconds is not None
     of_target, of_train = step_seconds(plan, seconds)
-    processes = config.training.processes
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "step_seconds": {"target": of_target / processes, "train": of_train / processes},
-        **_memory(devices.drafter, processes),
+        "step_seconds": {"target": of_target, "train": of_train},
+        "gpus": _gpus(config, devices),
+        **_memory(devices.drafter, _first_of(config).local_size),
+    }
+
+
+def _gpus(config: RunConfig, devices: Devices) -> int:
+    """Devices that layouts may share out."""
+    if config.target.devices == "auto":
+        return max(1, torch.cuda.device_count())
+    return len(devices.targets) + devices.apart
+
+
+def _unmeasured(opened: OpenRun) -> dict[str, Any]:
+    """What is known of a run none of whose passes fits."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Drafter(opened.shape).parameters())
+    gpus = max(1, torch.cuda.device_count())
+    return {"parameters": parameters, "step_seconds": {}, "gpus": gpus} | {
+        name: {} for name in ("memory_bytes", "available_memory_bytes")
     }
 
 
 def _first_of(config: RunConfig) -> Ranks:
     """The first of the processes that this machine will run: the one that is measured."""
-    return Ranks(size=config.training.processes, local_size=config.training.processes)
+    processes = config.training.processes or (
+        max(1, torch.cuda.device_count()) if config.target.devices == "auto" else 1
+    )
+    return Ranks(size=processes, local_size=processes)
 
 
 def _memory(device: torch.device, processes: int) -> dict[str, Any]:

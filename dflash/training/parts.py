@@ -23,6 +23,7 @@ from dflash.training.checkpoint import Checkpoint, State
 from dflash.training.initial_drafter import first_checkpoint, load_drafter
 from dflash.training.kept_features import open_features
 from dflash.training.open_run import OpenRun
+from dflash.training.room import fit_room
 from dflash.training.stage_seconds import decide
 from dflash.training.step import Trainer
 
@@ -58,6 +59,11 @@ def make_parts(opened: OpenRun, resumed: Checkpoint | None, ranks: Ranks, stop_a
         load_drafter(opened.shape, start).to(devices.drafter), *ends, opened.config.training, ranks, stop_asked
     )
     trainer.load_optimizer_tensors(start.optimizer())
+    room, measured = fit_room(plan, target, trainer)
+    if ranks.leads:
+        facts = {"slot_bytes": measured.slot, "token_bytes": measured.token} if measured else {}
+        opened.run.record("room", pass_slots=room.slots, pass_tokens=room.tokens, **facts)
+    log.info("a pass has at most %d slots and %d tokens", room.slots, room.tokens)
     devices = _decided(opened, devices, plan, target, trainer, start.state, ranks)
     targets = [target, *(opened.load_target(replica) for replica in devices.targets[1:])]
     features = open_features(opened, ranks) if opened.config.training.features == "reuse" else None

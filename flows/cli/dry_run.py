@@ -52,8 +52,15 @@ def _table(parameters: Parameters, plan: Tree) -> Table:
     for device, needed in plan["memory_bytes"].items():
         available = gigabytes(plan["available_memory_bytes"][device])
         table.add_row("memory" if device == "memory" else f"memory of {device}", f"{gigabytes(needed)} of {available}")
+    for layout in plan["layouts"][: 3 if plan["gpus"] > 1 else 0]:
+        idle = f"targets {layout['target_idle']:.0%} idle, drafters {layout['drafter_idle']:.0%}"
+        table.add_row("layout", f"{layout['layout']}: {duration(layout['seconds'])}, {idle}")
+    table.add_row("processes", f"{plan['processes']}, passes of at most {plan['pass_slots']:,} slots")
     step = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan["step_seconds"].items())
-    table.add_row("time", f"a step: {step}, measured; {duration(plan['seconds_total'])} to the end of the last epoch")
+    table.add_row(
+        "time",
+        f"a step on one device: {step}, measured; {duration(plan['seconds_total'])} to the end of the last epoch",
+    )
     return table
 
 

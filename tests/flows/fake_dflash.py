@@ -104,6 +104,7 @@ def check(run: Path) -> None:
         "step_seconds": {"train": 0.5},
     }
     plan |= {"available_memory_bytes": {"cpu": 10**9}, "seconds_total": 10.0, "fits": fits}
+    plan |= {"gpus": 1, "processes": 1, "layouts": [], "pass_slots": 1024}
     write(run / "plan.json", {**plan, "refusals": [] if fits else ["It needs 99 TB of disk."]})
 
 
