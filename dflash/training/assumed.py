@@ -11,7 +11,7 @@ import torch
 
 from dflash.config import RunConfig
 from dflash.errors import ConfigMismatch
-from dflash.model.drafter import Drafter
+from dflash.model.drafter import Drafter, DrafterShape
 from dflash.run_directory import CONFIG
 from dflash.training.layouts import layouts, table
 from dflash.training.open_run import OpenRun, open_run
@@ -86,14 +86,9 @@ def _seconds(opened: OpenRun, machine: Assumed, work: _Work) -> tuple[float, flo
 
 def _memory(opened: OpenRun, machine: Assumed) -> list[str]:
     """The largest pass that fits a GPU, with and without a target beside the drafter."""
-    with torch.device("meta"):
-        weights = sum(p.numel() for p in Drafter(opened.shape).parameters())
-    shape, kept = opened.shape, estimated_bytes(opened.shape)
-    target = target_bytes(opened.config, opened)
-    ends = 2 * shape.vocab_size * shape.hidden_size * 2
-    lines = []
-    for name, beside in (("drafter alone", ends), ("target beside it", target)):
-        fixed = 18.0 * weights + beside + _SLACK  # weights, gradients, two moments, their copies in bfloat16
+    kept, lines = estimated_bytes(opened.shape), []
+    for name, target in (("drafter alone", 0.0), ("target beside it", target_bytes(opened.config, opened))):
+        fixed = fixed_bytes(opened.shape, target)
         room = room_for(kept, 0.75 * 0.9 * (machine.memory_gb * 1e9 - fixed))
         if room is None:
             lines.append(f"memory, {name}: {fixed / 1e9:.1f} GB before the first pass (estimated): does not fit")
@@ -104,6 +99,14 @@ def _memory(opened: OpenRun, machine: Assumed) -> list[str]:
             f"{room.slots:,} slots and {room.tokens:,} tokens = {peak / 1e9:.1f} GB (estimated), the rest for features"
         )
     return lines
+
+
+def fixed_bytes(shape: DrafterShape, target_bytes: float = 0.0) -> float:
+    """What a drafter's GPU holds before its first pass, beside a target or the target's embedding and head alone."""
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in Drafter(shape).parameters())
+    ends = 2.0 * shape.vocab_size * shape.hidden_size * 2
+    return 18.0 * weights + max(ends, target_bytes) + _SLACK  # weights, gradient, two moments, copies in bfloat16
 
 
 def target_bytes(config: RunConfig, opened: OpenRun) -> float:
