@@ -6,6 +6,7 @@ meanwhile. Nothing of the source is held beyond a chunk.
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import time
@@ -36,6 +37,8 @@ from cache.source.columns import Layout
 from cache.source.find import SourceFiles, find_files
 from cache.source.list_columns import row_of
 from cache.source.open import Source, open_source
+
+logger = logging.getLogger(__name__)
 
 TOKENISING = 0.98  # of a build's time, where there is something to tokenise
 MOST_NAMES = 20  # of sources in a manifest
@@ -174,6 +177,7 @@ def _make(
             raise BadSource(f"{rows.source}: changed while it was read. Run again once nothing writes to it.")
         manifest = _manifest(key, vocabulary, converter, arrays, rows)
         refuse_drops(manifest, rows)
+        _check_split(converter, rows)
         if is_chat:
             converter.audit.refuse(str(rows.source), manifest.tokens, manifest.supervised_tokens)
         commit(site, manifest)
@@ -272,6 +276,19 @@ def write_rows(
         if progress is not None:
             seconds = time.monotonic() - started
             progress(BuildProgress(read, source.num_rows, files.tokens * token_bytes, seconds, chunk.read))
+
+
+def _check_split(converter: Converter, rows: RowsConfig) -> None:
+    """An evaluation on no rows is found here, not after the training; one on too few or too many is said."""
+    problem = converter.balance.problem(rows.held_out)
+    if problem is None:
+        return
+    what, is_worthless = problem
+    if is_worthless:
+        raise BadSource(
+            f"{rows.source}: {what}. Give rows that begin differently, or set rows.held_out=0 and evaluate on others."
+        )
+    logger.warning("%s: %s.", rows.source, what)
 
 
 def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:

@@ -11,6 +11,7 @@ from cache.chat.raw_rows import Pair, beside, is_unfinished, json_text, raw_rows
 from cache.config import Columns
 from cache.errors import BadRow
 from cache.source.columns import BESIDE_MESSAGES, SYSTEM, UNREAD
+from cache.source.first_text import beginning
 from cache.source.json_text import decoded, is_missing
 from cache.source.place import Place
 
@@ -95,7 +96,7 @@ def read_conversations(
                     answers,
                     tools_of(around("tools", index)),
                     not (is_cut and answers[-1] == last_answered),
-                    next((m["content"] for m in messages if m["role"] == "user"), messages[0].get("content", "")),
+                    _beginning(messages),
                 )
             )
             around.note_unread(index, counts.noted)
@@ -108,6 +109,12 @@ def read_conversations(
                 " rows.columns.messages."
             ) from None
     return kept
+
+
+def _beginning(messages: list[Message]) -> str:
+    system = messages[0]["content"] if messages[0]["role"] == "system" and len(messages) > 1 else None
+    user = next((m["content"] for m in messages if m["role"] == "user"), None)
+    return beginning(system, user) if user is not None else str(messages[0].get("content", ""))
 
 
 def messages_of(raw: Any, noted: Counter[str], switched_off: set[int] | None = None) -> list[Message]:

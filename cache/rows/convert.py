@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
 from jaxtyping import Int64, UInt8, UInt64
 from numpy import ndarray
 
@@ -12,7 +11,7 @@ from cache.errors import BadSource
 from cache.ragged import Spans, last_runs, offsets_of, spans_of
 from cache.rows.audit import Audit
 from cache.rows.rules import RowCounts, Rows, fit, usable
-from cache.rows.split import hashes_of_ids, sides
+from cache.rows.split import Balance, hashes_of_ids, sides
 from cache.slices.pieces import Piece, PlacedPiece
 from cache.source.chunks import Chunk
 from cache.source.columns import Layout
@@ -39,6 +38,7 @@ class Converter:
     counts: RowCounts = field(default_factory=RowCounts)
     audit: Audit = field(default_factory=Audit)  # of conversations
     stop_ids: list[int] = field(default_factory=list)  # of the tokenizer that made the pieces
+    balance: Balance = field(default_factory=Balance)  # of the split
     _groups: Groups = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,15 +80,21 @@ class Converter:
         rows = Rows(ids, self._mask(ids, mask and mask.select(row), row, chunk), row)
         side = np.zeros(chunk.batch.num_rows, dtype=np.uint8)
         if self.policy.held_out:
-            side[row] = sides(self._hashes(ids, row, chunk), self.policy.held_out)
+            side[row] = self._sides(self._hashes(ids, row, chunk))
         kept = fit(rows, self.policy, self.counts)
+        self.balance.add(side[kept.row])
         return Converted(kept, side[kept.row], group[kept.row])
 
+    def _sides(self, hashes: UInt64[ndarray, "R"]) -> UInt8[ndarray, "R"]:
+        self.balance.meet(hashes)
+        return sides(hashes, self.policy.held_out)
+
     def _hashes(self, ids: Spans, row: ndarray, chunk: Chunk) -> UInt64[ndarray, "R"]:
-        """Hash of each conversation's first user text where the source has it beside the ids, else of the ids."""
+        """Hash of what each conversation begins with where the source has it beside the ids, else of the ids."""
         hashes = hashes_of_ids(ids)
         if self.layout.said is not None:
-            texts = first_texts(chunk.batch.column(self.layout.said).take(pa.array(row)))
+            of_all = first_texts(chunk.batch.column(self.layout.said))
+            texts = [of_all[i] for i in row.tolist()]
             is_told = np.array([text is not None for text in texts], dtype=bool)
             hashes[is_told] = hashes_of_texts([text for text in texts if text is not None])
         return hashes
@@ -114,10 +120,11 @@ class Converter:
         names = np.array([self._groups.number(name) for name in facts.group_names], dtype=np.int64)
         group, side = np.zeros(facts.source_rows, dtype=np.int64), np.zeros(facts.source_rows, dtype=np.uint8)
         group[row] = names[piece.group]
-        side[row] = sides(piece.split_hash, self.policy.held_out)
+        side[row] = self._sides(piece.split_hash)
         tokens = piece.tokens
         rows = Rows(spans_of(tokens.values, tokens.offsets), spans_of(tokens.mask, tokens.offsets), row)
         long = usable(rows.ids.length, np.ones(row.size, dtype=bool), self.counts)
         kept = fit(rows.select(long), self.policy, self.counts)
         self.audit.add(kept, facts)
+        self.balance.add(side[kept.row])
         return Converted(kept, side[kept.row], group[kept.row])
