@@ -25,6 +25,7 @@ from cache.config import RowsConfig, default_home
 from cache.disk.removal import drop_slices, entries, entry_at, remove, slice_files, why_not_ours
 from cache.disk.store import TokenCache
 from cache.errors import CacheError, CacheIncomplete, CacheMismatch
+from cache.plain_errors import one_line, report
 from cache.progress_bar import progress_bar
 from cache.show import listing, row, size_of, summary
 
@@ -42,16 +43,26 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(soft_wrap=True)
     try:
         code: int = _COMMANDS[given.command](given, console)
-    except (CacheError, ValidationError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"{type(error).__name__}: {error}", style="red", markup=False)
-        return 1
-    return code
+    except CacheError as error:
+        line = f"{type(error).__name__}: {error}"
+    except ValidationError as error:
+        line = one_line(error)
+    except KeyboardInterrupt:
+        line = "Stopped. The same command goes on from the slices that are made."
+    except Exception as error:
+        line = report(error, given.home)
+    else:
+        return code
+    Console(stderr=True, soft_wrap=True).print(line, style="red", markup=False, highlight=False)
+    return 1
 
 
 def _build(given: argparse.Namespace, console: Console) -> int:
     rows: dict[str, Any] = {"source": given.source, "vocabulary": given.vocabulary}
     for setting in given.set:
-        name, _, value = setting.partition("=")
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise CacheError(f"--set {setting}: expected field=value, such as --set max_tokens=2048.")
         try:
             rows[name] = json.loads(value)
         except ValueError:

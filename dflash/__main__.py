@@ -64,6 +64,7 @@ def _leave_error(arguments: argparse.Namespace, error: BaseException) -> None:
         "type": kind.__name__,
         "module": kind.__module__,
         "message": str(error),
+        "errno": getattr(error, "errno", None),
         "traceback": "".join(traceback.format_exception(error)),
     }
     try:

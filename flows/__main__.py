@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from cache.errors import CacheError
+from cache.plain_errors import report
 from dflash.errors import DflashError
 from flows.cli import clean
 from flows.cli.overrides import check_parameters, with_overrides
 from flows.cli.presets import Deployment, read_deployments
 from flows.cli.temporary_server import choose_server, start_server
 from flows.errors import BadParameter, FlowError
-from flows.runs.parameters import repository, resolve_home
+from flows.runs.directory import read_parameters
+from flows.runs.parameters import repository, resolve_home, run_directory
 from flows.show.progress import console
 
 OUR_LOGGERS = ("flows", "cache", "dflash")
@@ -49,12 +51,12 @@ def main(arguments: list[str] | None = None) -> int:
         server = choose_server()
         flow = deployment.load()
         parameters = check_parameters(flow.fn, tree)
-        _require_inputs(parameters)
         _speak_plainly()
         if options.dry_run:
             from flows.cli.dry_run import dry_run
 
             return dry_run(flow.fn, parameters)
+        _require_inputs(parameters)
         if server is not None:
             console.print("Starting Prefect's temporary server (about 15 s).")
             start_server(server, resolve_home(parameters.get("home")))
@@ -64,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except (CacheError, DflashError, FlowError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        print(report(error, resolve_home(None)), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
@@ -75,6 +80,8 @@ def _require_inputs(parameters: dict[str, Any]) -> None:
     """A path that leads nowhere is found before a server is started for it."""
     from flows.prepare import require_inputs  # imports Prefect
 
+    if parameters.keys() & {"evaluation", "export"} and "rows" not in parameters:
+        read_parameters(run_directory(parameters["name"], parameters.get("home")))  # a run that is not there
     if {"rows", "target"} <= parameters.keys():
         require_inputs(parameters["rows"], parameters["target"], resolve_home(parameters.get("home")))
 

@@ -141,7 +141,10 @@ def _stage_progress(progress: BuildProgress) -> StageProgress:
 
 def require_inputs(rows: RowsConfig, target: TargetConfig, home: Path) -> None:
     """Raises what is wrong with the places of rows and target, before anything is started."""
-    require_target(resolve_target(target, home))
+    resolved = resolve_target(target, home)
+    require_target(resolved)
+    if not Path(resolved.model).is_absolute():
+        tokenizer_directory(resolved)  # a hub model that is none is found before a server is started
     find_files(resolve_rows(rows, home))
 
 

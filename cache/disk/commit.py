@@ -96,9 +96,10 @@ def is_another_hosts(path: Path) -> bool:
 def _last_change(directory: Path) -> float:
     """When something in it was last written, in seconds since 1970: its own time stays while its files grow."""
     times = [0.0]
-    for path in (directory, *directory.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(path.lstat().st_mtime)
+    for parent, _, files in os.walk(directory):
+        for name in (".", *files):
+            with contextlib.suppress(FileNotFoundError):
+                times.append(os.lstat(os.path.join(parent, name)).st_mtime)
     return max(times)
 
 

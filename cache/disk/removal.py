@@ -1,6 +1,7 @@
 """What lies under a home's `tokens/`, how large it is, and how it is taken away: only what is ours and not in use."""
 
 import contextlib
+import os
 import re
 import shutil
 import time
@@ -59,9 +60,10 @@ def entry_at(path: Path) -> Entry:
 def size_bytes(directory: Path) -> int:
     """Of all files below; what goes away meanwhile counts nothing."""
     total = 0
-    for path in directory.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.lstat().st_size if not path.is_dir() else 0
+    for parent, _, files in os.walk(directory):  # unlike rglob, it goes on where a directory has gone
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -19,7 +19,7 @@ from cache.slices.cut import Cut, cuts_of_files, cuts_of_table
 from cache.source.columns import Layout
 from cache.source.find import SourceFiles
 from cache.source.open import IN_MEMORY, Source
-from cache.source.place import Place
+from cache.source.place import Place, reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ def plan_slices(
         states = sizes_and_times(
             part
         )  # before its content is hashed: no later change goes by the hash of what was there
-        slices += named(cuts_of_files(part, source.layout, lambda path: hash_file(path, sidecar)), states)
+        with reading(part.files[0].path):
+            slices += named(cuts_of_files(part, source.layout, lambda path: hash_file(path, sidecar)), states)
     directory = home / "tokens" / ".slices"
     chat_files = {name: parts[name] for name in CHAT_FILES}
     return SlicePlan(

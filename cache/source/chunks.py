@@ -21,7 +21,7 @@ from cache.source.columns import UNREAD, Layout
 from cache.source.find import DataFile, SourceFiles
 from cache.source.jsonl import conversation_batch, first_values, read_lines, schema_of, token_batch
 from cache.source.mapped import MappedFile
-from cache.source.place import Place
+from cache.source.place import Place, reading
 
 CHUNK_TOKENS = 1 << 21  # tokens of a chunk; a longer row is its own chunk
 CHUNK_ROWS = 1 << 14
@@ -98,12 +98,13 @@ def file_chunks(part: SourceFiles, layout: Layout, span: RowRange = WHOLE) -> It
         yield from table_chunks(composed(part), layout, str(part.files[0].path.parent), span)
         return
     (file,) = part.files
-    if file.format == "jsonl":
-        yield from _jsonl_chunks(file.path, layout, span)
-    elif file.format == "parquet":
-        yield from _parquet_chunks(file.path, layout, span)
-    else:
-        yield from _arrow_chunks(file, layout, span)
+    with reading(file.path):
+        if file.format == "jsonl":
+            yield from _jsonl_chunks(file.path, layout, span)
+        elif file.format == "parquet":
+            yield from _parquet_chunks(file.path, layout, span)
+        else:
+            yield from _arrow_chunks(file, layout, span)
 
 
 def composed(part: SourceFiles) -> InMemory:

@@ -15,6 +15,7 @@ from cache.source.find import DataFile, SourceFiles
 from cache.source.first_text import tells_first_text
 from cache.source.jsonl import first_values, type_of
 from cache.source.mapped import MappedFile
+from cache.source.place import reading
 
 IN_MEMORY = "the table in memory"
 
@@ -60,7 +61,8 @@ def open_source(parts: Sequence[SourceFiles], rows: RowsConfig, data: Any = None
     found: list[tuple[str, Layout]] = []
     count = 0
     for file in (file for part in parts for file in part.files):
-        schema, num_rows = _describe(file)
+        with reading(file.path):
+            schema, num_rows = _describe(file)
         found.append((str(file.path), _resolved(schema, rows, str(file.path), are_lines=file.format == "jsonl")))
         count = -1 if num_rows is None or count < 0 else count + num_rows
     layout = common(found)

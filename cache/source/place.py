@@ -1,6 +1,12 @@
 """Where a row stands in its file, as errors name it."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import pyarrow as pa
+
+from cache.errors import BadSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +29,17 @@ class Place:
             if self.lines
             else f"row {self.first_row + row} of {self.file}"
         )
+
+
+@contextlib.contextmanager
+def reading(file: object) -> Iterator[None]:
+    """Adds the file's name, once, to what libraries raise without one while they read it."""
+    try:
+        yield
+    except (pa.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        what = " ".join(str(error).split())[:300]
+        raise BadSource(
+            f"{file}: cannot be read, it is damaged or cut short ({what}). Write or download it again."
+        ) from error

@@ -20,7 +20,14 @@ def tokenizer_directory(target: TargetConfig) -> Path:
     from huggingface_hub import snapshot_download  # imported here: a target on disk needs no hub
 
     patterns = _FILES + (_CODE if target.trust_remote_code else [])
-    return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=patterns))
+    except Exception as error:  # a name that is none, a model that is not there or not ours to see, no network
+        what = " ".join(str(error).split())[:200]
+        raise TargetMismatch(
+            f"target.model={target.model}: no directory here, and no hub model of that name and revision can be "
+            f"fetched ({type(error).__name__}: {what}). Correct target.model, or download it and name its directory."
+        ) from error
 
 
 def commit_of(target: TargetConfig) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from flows.cli.presets import Tree
+from flows.cli.presets import Tree, read_yaml
 from flows.errors import BadParameter
 
 
@@ -20,11 +20,16 @@ def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
         if not equals or not all(keys):
             raise BadParameter(f"--set {override}: expected field=value, such as --set training.epochs=2.")
         try:
-            value = yaml.safe_load(text)
+            value = text if _is_plain(text) else read_yaml(text)
         except yaml.YAMLError as error:
-            raise BadParameter(f"{path}: {text!r} is not YAML ({error}).") from None
+            raise BadParameter(f"{path}: {text!r} is not YAML ({' '.join(str(error).split())}).") from None
         tree = _with_value(tree, keys, value, path)
     return tree
+
+
+def _is_plain(text: str) -> bool:
+    """Globs and names of files that YAML would read as something else, or cut at a #."""
+    return text.startswith(("*", "&", "%", "@", "`", "!", "|", ">")) or " #" in text
 
 
 def _with_value(tree: Tree, keys: list[str], value: object, path: str) -> Tree:
@@ -59,7 +64,8 @@ def _explain(details: Any, tree: Tree, model: type[BaseModel]) -> str:
         *parents, last = path.split(".")
         known = _fields_below(model, parents)
         close = difflib.get_close_matches(last, known, n=1)
-        hint = f"did you mean {'.'.join([*parents, close[0]])}?" if close else f"known here: {', '.join(known)}."
+        close = [".".join([*parents, close[0]])] if close else _paths_to(model, last)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known here: {', '.join(known)}."
         return f"{path}: there is no such field; {hint}"
     if details["type"] == "missing":
         return f"{path}: this field is needed and has no default; set it in prefect.yaml or with --set {path}=…"
@@ -81,6 +87,18 @@ def _field_path(location: tuple[int | str, ...], tree: Tree) -> str:
             break
         path.append(str(part))
     return ".".join(path)
+
+
+def _paths_to(model: type[BaseModel], name: str, before: tuple[str, ...] = ()) -> list[str]:
+    """Where in the tree a field of this name is."""
+    found = []
+    for field, information in model.model_fields.items():
+        path = (*before, field)
+        if field == name:
+            found.append(".".join(path))
+        elif isinstance(information.annotation, type) and issubclass(information.annotation, BaseModel):
+            found += _paths_to(information.annotation, name, path)
+    return found
 
 
 def _fields_below(model: type[BaseModel], parents: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cache.disk.store import TokenCache
 from cache.errors import CacheError
+from cache.plain_errors import HOPELESS_ERRNOS
 from dflash.config import NOT_LEARNED
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
 from dflash.target.identity import fingerprint
@@ -64,7 +65,7 @@ def why_not_open(directory: Path) -> str | None:
 def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
     """A wrong parameter or a bad row fails at once; a killed process, a lost GPU or disk may do better next time."""
     failure = state.result(raise_on_failure=False)
-    is_worth_it = not isinstance(failure, HOPELESS)
+    is_worth_it = not isinstance(failure, HOPELESS) and getattr(failure, "errno", None) not in HOPELESS_ERRNOS
     if is_worth_it:
         logger.warning("%s failed: %s: %s", task.name, type(failure).__name__, failure)
         logger.warning("It is tried again, up to %d times, from where it got to.", task.retries)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from cache.plain_errors import HOPELESS_ERRNOS
 from dflash.run_directory import report_name
 from flows.errors import StageError, StageKilled, StageRefused, StageStopped
 from flows.runs.parameters import repository
@@ -175,7 +176,7 @@ def _failure(stage: str, code: int, directory: Path, log: Path) -> Exception:
     error: Exception
     if module in OUR_ERRORS:
         error = getattr(importlib.import_module(module), kind)(message)
-    elif code == REFUSED:
+    elif code == REFUSED or report.get("errno") in HOPELESS_ERRNOS:
         error = StageRefused(f"{stage}: {kind}: {message}")
     else:
         error = StageError(
