@@ -6,7 +6,6 @@ meanwhile. Nothing of the source is held beyond a chunk.
 
 import contextlib
 import errno
-import logging
 import os
 import shutil
 import time
@@ -20,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from cache.config import RowsConfig
 from cache.disk.arrays import ArrayFiles
 from cache.disk.commit import Site, commit, locked, no_room, sweep
-from cache.disk.manifest import LAYOUT_VERSION, ArrayFacts, Manifest, dtype_for
+from cache.disk.manifest import LAYOUT_VERSION, ArrayFacts, Manifest, dtype_for, few
 from cache.disk.shard import IdOutOfRange
 from cache.disk.store import TokenCache
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
@@ -38,10 +37,7 @@ from cache.source.find import SourceFiles, find_files
 from cache.source.list_columns import row_of
 from cache.source.open import Source, open_source
 
-logger = logging.getLogger(__name__)
-
 TOKENISING = 0.98  # of a build's time, where there is something to tokenise
-MOST_NAMES = 20  # of sources in a manifest
 WRITERS = 2  # ids and mask are written side by side
 
 
@@ -177,7 +173,7 @@ def _make(
             raise BadSource(f"{rows.source}: changed while it was read. Run again once nothing writes to it.")
         manifest = _manifest(key, vocabulary, converter, arrays, rows)
         refuse_drops(manifest, rows)
-        _check_split(converter, rows)
+        converter.balance.refuse(str(rows.source), rows.held_out)
         if is_chat:
             converter.audit.refuse(str(rows.source), manifest.tokens, manifest.supervised_tokens)
         commit(site, manifest)
@@ -231,7 +227,7 @@ def _manifest(
         supervised_shares=histogram(audit.shares),
         answers_a_row=histogram(audit.answers),
         tokenizer=key.tokenizer | {"stop_ids": converter.stop_ids} if key.tokenizer else {},
-        sources=_named(rows),
+        sources=few([rows.source] if isinstance(rows.source, str) else rows.source),
         versions=versions(),
     )
 
@@ -278,19 +274,6 @@ def write_rows(
             progress(BuildProgress(read, source.num_rows, files.tokens * token_bytes, seconds, chunk.read))
 
 
-def _check_split(converter: Converter, rows: RowsConfig) -> None:
-    """An evaluation on no rows is found here, not after the training; one on too few or too many is said."""
-    problem = converter.balance.problem(rows.held_out)
-    if problem is None:
-        return
-    what, is_worthless = problem
-    if is_worthless:
-        raise BadSource(
-            f"{rows.source}: {what}. Give rows that begin differently, or set rows.held_out=0 and evaluate on others."
-        )
-    logger.warning("%s: %s.", rows.source, what)
-
-
 def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:
     """Too many dropped rows are an error, and so is a cache without a row."""
     reasons = ", ".join(f"{reason} {number}" for reason, number in manifest.dropped.items()) or "none"
@@ -304,13 +287,6 @@ def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:
             f"{rows.source}: {manifest.dropped_share:.1%} of the rows are dropped, expected at most "
             f"{rows.max_dropped:.1%} (rows.max_dropped); dropped: {reasons}. Repair the source, or raise the limit."
         )
-
-
-def _named(rows: RowsConfig) -> list[str]:
-    """The source as it was given, at most `MOST_NAMES` of them."""
-    given = [rows.source] if isinstance(rows.source, str) else rows.source
-    others = [f"and {len(given) - MOST_NAMES:,} others"] if len(given) > MOST_NAMES else []
-    return [*given[:MOST_NAMES], *others]
 
 
 def _counted(counts: Counter[str]) -> dict[str, int]:

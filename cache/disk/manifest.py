@@ -9,6 +9,7 @@ import xxhash
 from cache.canonical import canonical
 from cache.errors import CacheCorrupt, CacheMismatch
 
+MOST_NAMES = 20  # of sources in a manifest
 LAYOUT_VERSION = 1
 INNER_CHUNK = 1 << 20  # elements of one inner chunk of a shard: what a Zarr reader fetches for one row
 
@@ -99,6 +100,12 @@ class Manifest:
         for name in HISTOGRAMS:
             body[name] = tuple((int(top), int(rows)) for top, rows in body.get(name, ()))
         return cls(**body)
+
+
+def few(names: list[str]) -> list[str]:
+    """At most `MOST_NAMES` of them, and how many others there are."""
+    others = len(names) - MOST_NAMES
+    return names if others <= 0 else [*names[:MOST_NAMES], f"and {others:,} others"]
 
 
 def checksum(content: dict[str, Any]) -> str:

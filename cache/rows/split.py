@@ -1,13 +1,17 @@
 """Which rows are held out: drawn by how the conversation begins, so that all of its rows are on one side."""
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import UInt8, UInt64
 from numpy import ndarray
 
+from cache.errors import BadSource
 from cache.ragged import Spans
 from cache.source.first_text import SALT
+
+logger = logging.getLogger(__name__)
 
 MANY = 1000  # different beginnings
 SAMPLES = 16  # ids of a row that came tokenised, by which its side is drawn
@@ -41,6 +45,18 @@ class Balance:
     def add(self, side: UInt8[ndarray, "R"]) -> None:
         self.rows += side.size
         self.held_out += int(side.sum())
+
+    def refuse(self, source: str, held_out: float) -> None:
+        """An evaluation on no rows is found here, not after the training; one on too few or too many is said."""
+        problem = self.problem(held_out)
+        if problem is None:
+            return
+        what, is_worthless = problem
+        if is_worthless:
+            raise BadSource(
+                f"{source}: {what}. Give rows that begin differently, or set rows.held_out=0 and evaluate on others."
+            )
+        logger.warning("%s: %s.", source, what)
 
     def problem(self, held_out: float) -> tuple[str, bool] | None:
         """What is wrong with the split, and whether it is worth nothing; None where it is as asked.
