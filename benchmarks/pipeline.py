@@ -36,6 +36,7 @@ from dflash.batch import FeatureBatch, Step  # noqa: E402
 from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig  # noqa: E402
 from dflash.host import cpu_threads  # noqa: E402
 from dflash.pipeline.pipeline import Pipeline  # noqa: E402
+from dflash.pipeline.stages import HasFeatures  # noqa: E402
 from dflash.pipeline.train_plan import TrainPlan  # noqa: E402
 from dflash.step_sums import PendingReport  # noqa: E402
 from dflash.target.frozen import Target, drafter_shape  # noqa: E402
@@ -97,9 +98,10 @@ class SimulatedTrainer(Device):
 
 
 class SimulatedPipeline(Pipeline):
-    """Simulated devices share no cores."""
+    """Every simulated device is one of its own."""
 
-    shares_cores = False  # type: ignore[assignment]
+    def takes_turns(self, target: HasFeatures) -> bool:
+        return False
 
 
 def sparse_cache(directory: Path, lengths: np.ndarray) -> TokenCache:

@@ -5,8 +5,8 @@ L bins of row lengths (`dflash/anchors.py`).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from jaxtyping import Float, Float32, Int32, Int64
 from numpy import ndarray
 from torch import Tensor
@@ -71,7 +71,7 @@ class FeatureBatch:
 
     batch: TrainBatch
     features: Float[Tensor, "B S N*H"]
-    ready: torch.cuda.Event | None = None
+    ready: Any = None  # the event on the device that says so; None on the CPU
 
 
 @dataclass(frozen=True, slots=True)

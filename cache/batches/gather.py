@@ -4,7 +4,7 @@ One copy a row and array is the fastest way there is in numpy (a fancy index cos
 own threads would make it slower on a loaded host. Padding is on the right, with 0.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int32, Int64, UInt8
@@ -13,17 +13,18 @@ from numpy import ndarray
 from cache.disk.store import TokenCache
 
 
-@dataclass(frozen=True, slots=True)
 class Buffers:
-    """Leased memory for one batch; whoever leases it hands it to `gather` again only after its last reader is done."""
+    """Leased memory for one batch; whoever leases it hands it to `gather` again only after its last reader is done.
 
-    capacity_tokens: int  # B·S that fits
-    ids: Int32[ndarray, "C"] = field(init=False, repr=False)
-    mask: UInt8[ndarray, "C"] = field(init=False, repr=False)
+    B·S up to `capacity_tokens` fits. `ids` may lie in memory of the caller's own, such as page-locked memory.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", np.empty(self.capacity_tokens, dtype=np.int32))
-        object.__setattr__(self, "mask", np.empty(self.capacity_tokens, dtype=np.uint8))
+    __slots__ = ("capacity_tokens", "ids", "mask")
+
+    def __init__(self, capacity_tokens: int, ids: Int32[ndarray, "C"] | None = None) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.ids = np.empty(capacity_tokens, dtype=np.int32) if ids is None else ids
+        self.mask = np.empty(capacity_tokens, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,26 +105,35 @@ class Channel(Generic[T]):
 class Reorder(Generic[T]):
     """Items come in any order under their index and leave in index order: results do not depend on timing.
 
-    At most `capacity` indices ahead of the next one are held; the next one itself always finds room. The thread that
-    takes can be asked to do others' work while it has nothing to take.
+    At most `capacity` are alive, from `reserve`, before one is made, until `release`, when nobody needs its memory. The
+    thread that takes can be asked to do others' work while it has nothing to take.
     """
 
     def __init__(self, capacity: int, stop: Stop) -> None:
         self._items: dict[int, T] = {}
-        self._next = 0
+        self._next = self._released = 0
         self._capacity = capacity
         self._stop = stop
         self._filled, self._freed, self._answered = (stop.new_condition() for _ in range(3))
         self._end: int | None = None
         self._errands: deque[Callable[[], None]] = deque()
 
-    def put(self, index: int, item: T) -> float:
-        """Add the item of an index when it is near enough; seconds blocked."""
+    def reserve(self, index: int) -> float:
+        """Return when the item of an index may be made; seconds blocked. The next one to take waits for no other."""
         with self._stop.lock:
-            blocked = self._stop.wait(self._freed, lambda: index < self._next + self._capacity)
+            return self._stop.wait(self._freed, lambda: index < self._released + self._capacity)
+
+    def put(self, index: int, item: T) -> None:
+        """Add the item of a reserved index."""
+        with self._stop.lock:
             self._items[index] = item
             self._filled.notify_all()
-            return blocked
+
+    def release(self) -> None:
+        """The oldest item that has been taken is no longer needed."""
+        with self._stop.lock:
+            self._released += 1
+            self._freed.notify_all()
 
     def take(self) -> tuple[T, float, float]:
         """The next item in order, the seconds starved for it, and those spent on others' work until it came.
@@ -140,22 +149,20 @@ class Reorder(Generic[T]):
                 if self._is_next():
                     item = self._items.pop(self._next)
                     self._next += 1
-                    self._freed.notify_all()
                     return item, starved, spent
                 errand = self._errands.popleft()
             start = time.perf_counter()
             errand()
+            del errand  # what it made is alive only as long as it is needed
             spent += time.perf_counter() - start
 
-    def ask(self, work: Callable[[], R]) -> tuple[R, float]:
-        """Let the thread that takes do `work`: what it returned or raised, and the seconds until it began."""
-        done: Future[tuple[R, float]] = Future()  # waited for under `Stop`, which must be able to end the wait
-        asked = time.perf_counter()
+    def ask(self, work: Callable[[], R]) -> R:
+        """Let the thread that takes do `work`; returns what it returned, raises what it raised."""
+        done: Future[R] = Future()  # waited for under `Stop`, which must be able to end the wait
 
         def errand() -> None:
-            waited = time.perf_counter() - asked
             try:
-                done.set_result((work(), waited))
+                done.set_result(work())
             except Exception as error:
                 done.set_exception(error)
             with self._stop.lock:

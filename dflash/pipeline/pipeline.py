@@ -12,7 +12,7 @@ from dflash.batch import FeatureBatch, Position
 from dflash.distributed import ALONE, HANG_S, Ranks
 from dflash.errors import DflashError, StageFailed
 from dflash.pipeline.channel import Channel, Closed, Reorder, Stop
-from dflash.pipeline.device import Lane, free_buffers, new_buffers
+from dflash.pipeline.device import Lane, new_buffers
 from dflash.pipeline.feature_store import FeatureStore
 from dflash.pipeline.stages import HasFeatures, Leased, Trains, read, run_target, train
 from dflash.pipeline.telemetry import Clock, merge
@@ -22,22 +22,23 @@ from dflash.step_sums import PendingReport
 
 log = logging.getLogger(__name__)
 
-# Micro-batches of features that wait for the trainer. More ride out longer outliers: at 2, three targets of one speed
-# are 90 % busy, at 16 they are 99 % (benchmarks/pipeline.py).
-_LEAST, _MOST = 2, 24
+# Passes of features that are alive: under way, waiting for the trainer, or in its hands. More that wait ride out longer
+# outliers: at 2, three targets of one speed are 90 % busy, at 16 they are 99 % (benchmarks/pipeline.py).
+_MOST = 24
 _JOIN_S = 60.0  # a stage that has not ended by then hangs in a call
 
 
-def capacity(item_bytes: int, room_bytes: int) -> int:
-    """Micro-batches of features to hold in `room_bytes`."""
-    return max(_LEAST, min(_MOST, room_bytes // max(1, item_bytes)))
+def capacity(item_bytes: int, room_bytes: int, targets: int = 1) -> int:
+    """Passes of features to hold in `room_bytes`: at least one for each target, one that waits and one in use."""
+    return max(targets + 2, min(_MOST, room_bytes // max(1, item_bytes)))
 
 
 class Pipeline:
     """The stages of one run. Every thread ends before `run` returns or raises.
 
-    `ahead` is the number of micro-batches that wait for the trainer. `last_resort` is called when a stage hangs in a
-    call that never returns, so that no thread of this process can be relied on; it should end the process.
+    `ahead` is the number of passes whose features are alive: in a target, waiting, or in the trainer. `last_resort` is
+    called when a stage hangs in a call that never returns, so that no thread of this process can be relied on; it
+    should end the process.
     """
 
     def __init__(
@@ -64,10 +65,14 @@ class Pipeline:
         self._to_target: Channel[Leased] = Channel(len(targets) + 1, self._stop)
         self._to_train: Reorder[FeatureBatch] = Reorder(ahead, self._stop)
 
+    def takes_turns(self, target: HasFeatures) -> bool:
+        """Whether a target runs on the drafter's own device, and so in its thread, when it has nothing to do."""
+        return tuple(target.devices) == (self._trainer.device,)
+
     @property
-    def shares_cores(self) -> bool:
-        """Whether target and drafter run on the same CPU cores, and so take turns in one thread."""
-        return self._trainer.device.type == self._targets[0].devices[0].type == "cpu"
+    def shares_device(self) -> bool:
+        """Whether target and drafter have one device together."""
+        return all(self.takes_turns(target) for target in self._targets)
 
     def stages(self) -> dict[str, dict[str, float]]:
         """Shares of time by stage so far."""
@@ -83,9 +88,8 @@ class Pipeline:
         Raises what a stage raised: errors of this project as they are, others as StageFailed with their cause.
         """
         stop, clocks, device = self._stop, self._clocks, self._targets[0].devices[0]
-        leased = [new_buffers(self._plan.buffer_tokens, device) for _ in range(self._leases)]
-        for buffers in leased:
-            self._free.put(buffers)
+        for _ in range(self._leases):
+            self._free.put(new_buffers(self._plan.buffer_tokens, device))
 
         def reader() -> None:
             work = self._plan.passes(epoch, step, end)
@@ -105,7 +109,7 @@ class Pipeline:
                 self._free,
                 self._to_train,
                 clock,
-                shares_cores=self.shares_cores,
+                takes_turns=self.takes_turns(target),
             )
 
         def stepped(report: PendingReport) -> bool:
@@ -120,7 +124,8 @@ class Pipeline:
         self._watchdog.start()
         try:
             steps = self._plan.work(epoch, step, end)
-            train(self._trainer, steps, self._to_train, clocks["train"][0], stepped)
+            turns = any(self.takes_turns(target) for target in self._targets)
+            train(self._trainer, steps, self._to_train, clocks["train"][0], stepped, takes_turns=turns)
         except Closed:
             pass
         except BaseException as error:
@@ -130,9 +135,6 @@ class Pipeline:
             for thread in threads:
                 thread.join(_JOIN_S)
             self._watchdog.end()
-        if not any(thread.is_alive() for thread in threads):
-            for buffers in leased:
-                free_buffers(buffers, device)
         if stop.failure is not None:
             stage, cause = stop.failure
             if isinstance(cause, DflashError) or not isinstance(cause, Exception):

@@ -58,16 +58,17 @@ def read(
     clock: Clock,
 ) -> int:
     """Fill leased buffers with one micro-batch after another, for targets on `device`; how many there were."""
-    order = -1
+    order, watch = -1, Stopwatch(torch.device("cpu"))
     for order, (position, row_ids) in enumerate(work):
         prefetch(plan.store, row_ids)
-        buffers, waited = free.take()
+        buffers, blocked = free.take()
+        watch.waited(blocked=blocked)
         clock.begin()
-        start = time.perf_counter()
-        batch = pinned(plan.make_batch(position, row_ids, buffers), device)
-        busy = time.perf_counter() - start
+        with watch.measured():
+            batch = pinned(plan.make_batch(position, row_ids, buffers), device)
         clock.rest()
-        clock.add(busy=busy, starved=0.0, blocked=waited + output.put(Leased(order, batch, buffers)))
+        clock.add(watch.taken())
+        watch.waited(blocked=output.put(Leased(order, batch, buffers)))
     return order + 1
 
 
@@ -80,29 +81,36 @@ def run_target(
     output: Reorder[FeatureBatch],
     clock: Clock,
     *,
-    shares_cores: bool,
+    takes_turns: bool,
 ) -> None:
-    """Take micro-batches as they come, put their features under their index; returns by raising Closed.
+    """Take passes as they come, put their features under their index; returns by raising Closed.
 
-    A target on the trainer's own cores computes in the trainer's thread. OpenMP keeps a pool for each thread that
-    computes; two pools have more threads than there are cores, and then it puts those that wait to sleep at once. To
-    wake them again and again costs a sixth of the time.
+    Room for the features is reserved before they are computed. A target on the trainer's own device computes in the
+    trainer's thread. On the CPU, OpenMP keeps a pool for each thread that computes; two pools have more threads than
+    there are cores, and then it puts those that wait to sleep at once. To wake them again and again costs a sixth of
+    the time. On a GPU, the kernels of two streams would take its time from each other, and nobody could say whose was
+    whose.
     """
-    watch = Stopwatch(target.devices[-1])
+    watch = Stopwatch(target.devices[-1], takes_turns=takes_turns)
     while True:
         leased, starved = source.take()
+        watch.waited(starved=starved)
+        watch.waited(blocked=output.reserve(leased.order))
+        asked = time.perf_counter()
 
-        def carry(batch: TrainBatch = leased.batch, buffers: Buffers = leased.buffers) -> FeatureBatch:
+        def carry(
+            batch: TrainBatch = leased.batch, buffers: Buffers = leased.buffers, since: float = asked
+        ) -> FeatureBatch:
+            watch.waited(blocked=time.perf_counter() - since)
             clock.begin()
             compute = partial(batch_features, target, features, batch)
             return lane.carry(batch, compute, watch, partial(free.put, buffers))
 
-        # Features that are kept come from the disk: no core is needed for them.
+        # Features that are kept come from the disk: no device is needed for them.
         is_kept = features is not None and features.has(leased.batch.row_ids)
-        item, waited = output.ask(carry) if shares_cores and not is_kept else (carry(), 0.0)
+        output.put(leased.order, output.ask(carry) if takes_turns and not is_kept else carry())
+        clock.add(watch.taken())
         clock.rest()
-        blocked = waited + output.put(leased.order, item)
-        clock.add(busy=watch.taken(), starved=starved, blocked=blocked)
 
 
 def batch_features(target: HasFeatures, features: FeatureStore | None, batch: TrainBatch, ids: Tensor) -> Tensor:
@@ -123,26 +131,34 @@ def train(
     source: Reorder[FeatureBatch],
     clock: Clock,
     on_step: Callable[[PendingReport], bool],
+    *,
+    takes_turns: bool,
 ) -> None:
     """Consume micro-batches in order; `on_step` sees each report and says whether to go on.
 
     A step of which this process has no rows is made all the same: the other processes wait for it.
     """
-    watch = Stopwatch(trainer.device)
+    watch, unreleased = Stopwatch(trainer.device, takes_turns=takes_turns), 0
     for at in steps:
-        starved = blocked = 0.0
         for _ in range(at.num_passes):
-            item, waited, spent = source.take()
-            starved, blocked = starved + waited, blocked + spent
+            item, starved, spent = source.take()
+            watch.waited(blocked=spent, starved=starved)
             clock.begin()
             receive(item, trainer.device)
             with watch.measured():
                 trainer.accumulate(item)
+            del item  # its memory is free as soon as the device is done with it
+            unreleased += 1
+            time_spent = watch.taken()  # the host is never more than one pass ahead of the device
+            while unreleased > watch.under_way:
+                source.release()
+                unreleased -= 1
+            clock.add(time_spent, items=0)
             clock.rest()
         clock.begin()
         with watch.measured():
             report = trainer.step(at)
+        clock.add(watch.taken(newest=2))
         clock.rest()
-        clock.add(busy=watch.taken(), starved=starved, blocked=blocked)
         if not on_step(report):
             return

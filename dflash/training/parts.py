@@ -68,8 +68,8 @@ def make_parts(opened: OpenRun, resumed: Checkpoint | None, ranks: Ranks, stop_a
     targets = [target, *(opened.load_target(replica) for replica in devices.targets[1:])]
     features = open_features(opened, ranks) if opened.config.training.features == "reuse" else None
     item_bytes = plan.buffer_tokens * opened.feature_width * 2
-    ahead = capacity(item_bytes, (free_bytes(devices.drafter) - trainer.claim_bytes) // 4)
-    log.info("at most %d passes wait for the drafter: %.2f GB", ahead, ahead * item_bytes / 1e9)
+    ahead = capacity(item_bytes, (free_bytes(devices.drafter) - trainer.claim_bytes) // 4, len(targets))
+    log.info("features of at most %d passes at once: %.2f GB", ahead, ahead * item_bytes / 1e9)
     return Parts(plan, start.state, threads, targets, ends, trainer, features, ahead)
 
 

@@ -139,7 +139,7 @@ class _Run:
         if self.ranks.leads:
             assert done is not None
             stages = self.pipeline.stages()
-            run.write("train.json", result(self.opened, done, self.resumed, stages, self.pipeline.shares_cores))
+            run.write("train.json", result(self.opened, done, self.resumed, stages, self.pipeline.shares_device))
             run.record("end", epoch=self.state.epoch, step=self.state.step, stopped=self.stop)
         # All end alike: torchrun takes processes that do not for a failure.
         if any(self.ranks.gather(self.stopping.is_set())) and self.state.epoch < epochs:
@@ -231,7 +231,7 @@ class _Run:
     def _log(self, report: StepReport, now: float) -> None:
         """Write the window's line and begin the next one."""
         stages, window, seconds = self.pipeline.stages(), self.window, now - self.lined
-        sentence = bottleneck(stages, shared=self.pipeline.shares_cores, reuse=self.features is not None)
+        sentence = bottleneck(stages, shared=self.pipeline.shares_device, reuse=self.features is not None)
         if self.ranks.leads:
             facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
             line = write_line(self.opened.run, window, report, seconds, facts)

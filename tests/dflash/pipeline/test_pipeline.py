@@ -2,21 +2,21 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plans import new_plan
 from torch import Tensor
 
 from cache.batches.gather import Buffers
 from cache.disk.store import TokenCache
 from dflash.batch import FeatureBatch, Step
-from dflash.config import DrafterConfig, RunConfig, TargetConfig, TrainingConfig
 from dflash.errors import ConfigMismatch, StageFailed
 from dflash.pipeline import pipeline as pipeline_run
 from dflash.pipeline.channel import Channel, Closed, Reorder, Stop
@@ -27,17 +27,6 @@ from dflash.pipeline.train_plan import TrainPlan
 from dflash.step_sums import PendingReport
 
 CPU = torch.device("cpu")
-
-
-def new_plan(tokens: Path, rank: int = 0, ranks: int = 1, **training: Any) -> TrainPlan:
-    settings = TrainingConfig(**{"tokens_per_step": 40, "epochs": 3, "anchors": 4, **training})
-    drafter = DrafterConfig(block_size=4)
-    return TrainPlan(
-        TokenCache.open(tokens),
-        RunConfig(target=TargetConfig(model="-"), drafter=drafter, training=settings),
-        rank,
-        ranks,
-    )
 
 
 class FakeTarget:
@@ -145,7 +134,7 @@ def test_orders_differ_between_epochs_and_not_between_runs(tokens: Path) -> None
 def arrangement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Targets on the trainer's cores, or on devices of their own."""
     shared: bool = request.param
-    monkeypatch.setattr(Pipeline, "shares_cores", shared)
+    monkeypatch.setattr(Pipeline, "takes_turns", lambda *_: shared)
     return shared
 
 
@@ -241,7 +230,7 @@ def release() -> Iterator[threading.Event]:
 
 def test_a_hung_target_ends_the_run(tokens: Path, release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_run, "_JOIN_S", 0.1)
-    monkeypatch.setattr(Pipeline, "shares_cores", False)  # on a device of its own
+    monkeypatch.setattr(Pipeline, "takes_turns", lambda *_: False)  # on a device of its own
     hung = FakeTarget(release.wait)
     with pytest.raises(StageFailed, match="stage target hangs: no stage has finished anything"):
         Pipeline(new_plan(tokens), FakeTrainer(), [hung], hang_s=0.3).run(0, 0, 1, lambda _: True)
@@ -297,6 +286,30 @@ class Quiet(FakeTrainer):
         pass
 
 
+@pytest.mark.usefixtures("arrangement")
+def test_no_more_features_are_alive_than_there_is_room_for(tokens: Path) -> None:
+    """Those of every stage together; before, it was the room, one a target, and two."""
+    alive, most = 0, 0
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    class Counted(FakeTarget):
+        def features(self, ids: Tensor) -> Tensor:
+            nonlocal alive, most
+            made = super().features(ids)
+            alive += 1
+            most = max(most, alive)
+            weakref.finalize(made, gone)
+            return made
+
+    slow = FakeTrainer(lambda: time.sleep(0.003))
+    Pipeline(new_plan(tokens), slow, [Counted() for _ in range(3)], ahead=5).run(0, 0, 1, lambda _: True)
+    assert most <= 5
+    assert not alive
+
+
 def test_memory_is_flat_over_2000_passes(tokens: Path) -> None:
     def private_kib() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -315,11 +328,11 @@ def test_memory_is_flat_over_2000_passes(tokens: Path) -> None:
     assert seen[1] - seen[0] < 1024
 
 
-def test_shares_of_time_sum_to_one_and_name_the_bottleneck(tokens: Path) -> None:
+def test_shares_of_time_name_the_bottleneck(tokens: Path) -> None:
     pipeline = Pipeline(new_plan(tokens), FakeTrainer(), [FakeTarget(lambda: time.sleep(0.005))])
     pipeline.run(0, 0, 1, lambda _: True)
     for shares in pipeline.stages().values():
-        assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
+        assert 0 < sum(shares.values()) <= 1.001
     assert pipeline.stages()["target"]["busy"] > 0.8
     assert bottleneck(pipeline.stages()).startswith("target")
     assert "add a target device" in bottleneck(pipeline.stages())
@@ -327,7 +340,7 @@ def test_shares_of_time_sum_to_one_and_name_the_bottleneck(tokens: Path) -> None
 
 def test_room_in_bytes_becomes_a_number_of_passes() -> None:
     assert capacity(item_bytes=1 << 30, room_bytes=8 << 30) == 8
-    assert capacity(item_bytes=1 << 30, room_bytes=1 << 20) == 2, "one is used while one waits"
+    assert capacity(item_bytes=1 << 30, room_bytes=1 << 20, targets=3) == 5, "one in each target, one waits, one in use"
     assert capacity(item_bytes=1, room_bytes=1 << 30) == 24
 
 
@@ -344,17 +357,21 @@ def test_a_channel_is_bounded_and_closable() -> None:
         channel.take()
 
 
-def test_the_reorder_buffer_holds_few_but_always_the_next() -> None:
+def test_room_is_for_few_but_always_for_the_next() -> None:
     stop = Stop()
     reorder: Reorder[str] = Reorder(2, stop)
-    reorder.put(1, "b")
-    late = threading.Thread(target=reorder.put, args=(2, "c"))
+    assert [reorder.reserve(index) for index in (1, 0)] == [0, 0]
+    late = threading.Thread(target=reorder.reserve, args=(2,))
     late.start()
-    late.join(0.05)
-    assert late.is_alive(), "blocked until there is room"
+    reorder.put(1, "b")
     reorder.put(0, "a")
-    assert [reorder.take()[0] for _ in range(3)] == ["a", "b", "c"]
+    assert [reorder.take()[0] for _ in range(2)] == ["a", "b"]
+    late.join(0.05)
+    assert late.is_alive(), "what has been taken is in use"
+    reorder.release()
     late.join()
+    reorder.put(2, "c")
+    assert reorder.take()[0] == "c"
     reorder.end(3)
     with pytest.raises(Closed):
         reorder.take()
@@ -371,7 +388,7 @@ def test_what_there_is_to_take_comes_before_what_others_ask_for() -> None:
         assert not asked.done()
         threading.Timer(0.05, reorder.put, (1, "b")).start()
         assert reorder.take()[0] == "b"
-        assert asked.result()[0] == threading.get_ident()
+        assert asked.result() == threading.get_ident()
 
 
 def test_work_that_is_still_asked_for_ends_with_the_run() -> None:
