@@ -154,7 +154,7 @@ class Pipeline:
             yield position, row_ids
 
     def _end_first_epoch(self) -> None:
-        """All micro-batches of the first epoch are trained here; wait for the other processes, then go on."""
+        """All passes of the first epoch are trained here; wait for the other processes, then go on."""
         if self._features is not None:
             self._ranks.wait()
         with self._stop.lock:

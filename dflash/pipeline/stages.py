@@ -42,7 +42,7 @@ class Trains(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A micro-batch and the buffers that its ids lie in."""
+    """A pass and the buffers that its ids lie in."""
 
     order: int
     batch: TrainBatch
@@ -57,7 +57,7 @@ def read(
     output: Channel[Leased],
     clock: Clock,
 ) -> int:
-    """Fill leased buffers with one micro-batch after another, for targets on `device`; how many there were."""
+    """Fill leased buffers with one pass after another, for targets on `device`; how many there were."""
     order, watch = -1, Stopwatch(torch.device("cpu"))
     for order, (position, row_ids) in enumerate(work):
         prefetch(plan.store, row_ids)
@@ -134,7 +134,7 @@ def train(
     *,
     takes_turns: bool,
 ) -> None:
-    """Consume micro-batches in order; `on_step` sees each report and says whether to go on.
+    """Consume passes in order; `on_step` sees each report and says whether to go on.
 
     A step of which this process has no rows is made all the same: the other processes wait for it.
     """
