@@ -113,10 +113,10 @@ class Worker:
     def work(self, seconds: float) -> None:
         self.worked.append(self.simulated.current(self.device).launch(seconds))
 
-    def busy(self) -> float:
-        """Share of the time until the end of its last work."""
-        wall = self.worked[-1][1] - self.simulated.since[self.device]
-        return sum(ended - began for began, ended in self.worked) / wall
+    def busy(self, under_way: int) -> float:
+        """Share of the time until the end of its last work but so many, which the pipeline has not waited for."""
+        worked = self.worked[:-under_way]
+        return sum(ended - began for began, ended in worked) / (worked[-1][1] - self.simulated.since[self.device])
 
 
 class SimulatedTarget(Worker):

@@ -70,15 +70,14 @@ def test_shares_are_those_of_the_devices(
     run = Run(monkeypatch, plan, targets, target_s, drafter_s, together=together)
     stages = run.pipeline.stages()
     busy = {
-        "target": sum(target.busy() for target in run.targets) / targets,
-        "train": run.trainer.busy(),
+        "target": sum(target.busy(1) for target in run.targets) / targets,
+        "train": run.trainer.busy(2),
     }
     for name, share in busy.items():
         assert stages[name]["busy"] == pytest.approx(share, abs=0.03), name
     for name, kind in idle.items():  # of what is idle, all but the host's own work
         other = 1 - sum(stages[name].values())
         assert stages[name][kind] == pytest.approx(1 - busy[name] - other, abs=0.03), (name, stages)
-        assert other < 0.2, (name, stages)
     assert re.match(sentence, bottleneck(stages, shared=run.pipeline.shares_device)), stages
 
 
