@@ -1,10 +1,11 @@
 """Parameters of rows: where they come from and what becomes of them."""
 
 import os
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Columns(BaseModel):
@@ -53,6 +54,21 @@ class RowsConfig(BaseModel):
         0.1, description="largest share of rows that may be dropped before the build is refused", ge=0, le=1
     )
     held_out: float = Field(0.05, description="share of conversations held out of training", ge=0, lt=1)
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _dates_are_text(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """YAML makes a date of 2025-01-31. The day for `strftime_now` must be one."""
+        days = {name: value.date() if isinstance(value, datetime) else value for name, value in arguments.items()}
+        found = {name: value.isoformat() if isinstance(value, date) else value for name, value in days.items()}
+        if "strftime_now" in found:
+            try:
+                date.fromisoformat(found["strftime_now"])
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"template_arguments.strftime_now is {found['strftime_now']!r}, expected a day such as 2025-01-31"
+                ) from None
+        return found
 
 
 def default_home() -> Path:

@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import xxhash
 
+from cache.errors import BadSource
 from cache.source.chunks import InMemory, RowRange, arrow_batches, composed, open_arrow, present
 from cache.source.columns import Layout
 from cache.source.find import DataFile, SourceFiles
-from cache.source.jsonl import codec_of
+from cache.source.jsonl import MAX_LINE_BYTES, codec_of
 from cache.source.mapped import MappedFile
 
 SLICE_BYTES = 1 << 24  # of text; a longer line ends with the block of so many that holds its end
@@ -97,6 +98,11 @@ def _whole_lines(file: BinaryIO, start: int) -> bytes:
             return text
         if end := text.rfind(b"\n") + 1:
             return text[:end]
+        if len(text) > MAX_LINE_BYTES:
+            raise BadSource(
+                f"{file.name}: a line of more than {MAX_LINE_BYTES >> 20} MiB at byte {start}, expected one row a "
+                "line. Take it out."
+            )
 
 
 def _row_groups(path: Path, layout: Layout) -> Iterator[_StoredRows]:

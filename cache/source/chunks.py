@@ -17,6 +17,7 @@ import pyarrow.parquet
 from jaxtyping import Int64
 from numpy import ndarray
 
+from cache.errors import BadSource
 from cache.source.columns import UNREAD, Layout
 from cache.source.find import DataFile, SourceFiles
 from cache.source.jsonl import conversation_batch, first_values, read_lines, schema_of, token_batch
@@ -27,6 +28,7 @@ CHUNK_TOKENS = 1 << 21  # tokens of a chunk; a longer row is its own chunk
 CHUNK_ROWS = 1 << 14
 CONVERSATIONS = 256  # rows of a chunk of conversations
 TAKE_BYTES = 1 << 24  # of rows that are put in the order of a mapping at once
+END_MARK = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 ALL = 1 << 62  # no range ends there
 
 
@@ -94,6 +96,18 @@ class Filled:
 
 def file_chunks(part: SourceFiles, layout: Layout, span: RowRange = WHOLE) -> Iterator[Chunk]:
     """Chunks of one file, or of several files in the order of a mapping."""
+    try:
+        yield from _chunks(part, layout, span)
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # of the system, not of what the file holds
+            raise
+        names = ", ".join(str(file.path) for file in part.files[:2])
+        raise BadSource(
+            f"{names}: cannot be read ({error}): damaged, or cut off. Write or download it again."
+        ) from error
+
+
+def _chunks(part: SourceFiles, layout: Layout, span: RowRange) -> Iterator[Chunk]:
     if part.indices:
         yield from table_chunks(composed(part), layout, str(part.files[0].path.parent), span)
         return
@@ -118,6 +132,10 @@ def composed(part: SourceFiles) -> InMemory:
 def open_arrow(mapped: MappedFile, file: DataFile, columns: list[str] | None = None) -> Any:
     """The reader of an Arrow file or stream, of these columns only."""
     opened = pa.ipc.open_file if file.format == "arrow file" else pa.ipc.open_stream
+    if file.format == "arrow stream" and mapped.buffer.slice(max(0, mapped.buffer.size - 8)).to_pybytes() != END_MARK:
+        raise BadSource(
+            f"{file.path}: an Arrow stream without its end mark: it was cut off. Write or download it again."
+        )
     reader = opened(mapped.buffer)
     if columns is None or len(columns) == len(reader.schema.names):
         return reader

@@ -6,6 +6,7 @@ cache files that map, filter and shuffle leave beside the data.
 
 import glob
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,18 @@ from typing import Any, Literal
 
 from cache.config import RowsConfig
 from cache.errors import BadSource
+from cache.source.walk import each_once, files_below, refuse_missing_shards, say_once, snapshot_of, told, why_no_data
 
 Format = Literal["arrow file", "arrow stream", "parquet", "jsonl"]
 
-COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # only lines of JSON come so
-SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".jsonl.zst")
-_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)")
+COMPRESSED = {  # only lines of JSON come so
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bz2",
+    **{bytes([low, 0x2A, 0x4D, 0x18]): "zstd" for low in range(0x50, 0x60)},  # a skippable frame, as pzstd writes first
+}
+# A split's name and what belongs to it: train, train_sft, test_gen. A number behind it is a part's.
+_SPLIT = re.compile(r"(?:^|[-_.])((?:train|test|validation|valid|val|dev|eval)(?:_[A-Za-z]+)*)(?=[-_.\d]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +45,21 @@ class SourceFiles:
 
 
 def find_files(rows: RowsConfig) -> list[SourceFiles]:
-    """The data files of `rows.source`, in the order in which their rows count."""
+    """The data files of `rows.source`, in the order in which their rows count; each file once."""
     given = [rows.source] if isinstance(rows.source, str) else rows.source
     parts: list[SourceFiles] = []
+    seen: dict[str, str] = {}  # real path → what named it
     for pattern in given:
         for path in _expand(pattern):
-            parts += [_directory(path, rows.split)] if path.is_dir() else [SourceFiles((_data_file(path),))]
+            part = _directory(path, rows.split) if path.is_dir() else SourceFiles((_data_file(path),))
+            for file in part.files:
+                real = os.path.realpath(file.path)
+                if seen.setdefault(real, pattern) != pattern:
+                    raise BadSource(
+                        f"rows.source: {file.path} is named twice, by {seen[real]!r} and by {pattern!r}: its rows "
+                        "would count twice. Name it once."
+                    )
+            parts.append(part)
     if not parts:
         raise BadSource("rows.source: an empty list, expected at least one path.")
     return parts
@@ -54,12 +70,16 @@ def _expand(pattern: str) -> list[Path]:
     if path.exists():
         return [path]
     found = sorted(glob.glob(str(path), recursive=True))
+    if not found and "[" in pattern:  # a bracket of a name, as in "[v2] chat/*.jsonl"
+        found = sorted(glob.glob(str(path).replace("[", "[[]"), recursive=True))
     if not found:
         raise BadSource(
             f"rows.source: nothing at {pattern!r} (working directory {Path.cwd()}), expected a datasets directory, "
             "Arrow, Parquet or JSONL files, or a glob of them. Correct rows.source."
         )
-    return [Path(name) for name in found]
+    paths = each_once(Path(name) for name in found)
+    refuse_missing_shards([name for name in paths if not name.is_dir()], pattern)
+    return paths
 
 
 def _directory(path: Path, split: str | None) -> SourceFiles:
@@ -68,7 +88,7 @@ def _directory(path: Path, split: str | None) -> SourceFiles:
         return _directory(path / _choose(names, split, path), None)
     if (path / "state.json").is_file():  # save_to_disk of a Dataset
         return _saved(path, split)
-    if (path / "dataset_info.json").is_file():  # the cache of load_dataset
+    if any(path.glob("*.arrow")) and (path / "dataset_info.json").is_file():  # the cache of load_dataset
         return _loaded(path, split)
     return _plain(path, split)
 
@@ -101,23 +121,46 @@ def _loaded(path: Path, split: str | None) -> SourceFiles:
 
 
 def _plain(path: Path, split: str | None) -> SourceFiles:
-    """A directory of data files without metadata, as people download them; `data/` in it is looked into, too."""
-    found: list[Path] = []
-    for directory in (path, path / "data"):
-        if not found and directory.is_dir():
-            found = sorted(name for name in directory.iterdir() if _is_data(name))
+    """A directory of data files without metadata, as people download them, with all below it."""
+    if (path / "snapshots").is_dir() and (path / "blobs").is_dir():  # of the hub's cache
+        return _directory(snapshot_of(path), split)
+    found: list[DataFile] = []
+    left_out: dict[str, str] = {}
+    for file in files_below(path):
+        why_not = why_no_data(file)
+        if why_not is None:
+            try:
+                found.append(_data_file(file))
+                continue
+            except UnknownFormat:
+                why_not = "of no known format"
+        left_out[str(file.relative_to(path))] = why_not
     if not found:
-        raise BadSource(f"{path}: no data files in it, expected some of {', '.join(SUFFIXES)}. Correct rows.source.")
-    names = {name: (_SPLIT.search(name.name.split(".")[0]) or [None, None])[1] for name in found}
+        others = f"; left out: {told(left_out)}" if left_out else ""
+        raise BadSource(
+            f"{path}: no data files in it, expected Arrow, Parquet or lines of JSON{others}. Correct rows.source."
+        )
+    names = {file: _split_of(file.path.relative_to(path)) for file in found}
     splits = sorted({name for name in names.values() if name is not None})
     if len(splits) > 1 or split is not None:
         chosen = _choose(splits, split, path)
-        found = [name for name in found if names[name] == chosen]
-    return SourceFiles(tuple(_data_file(name) for name in found))
+        left_out |= {
+            str(file.path.relative_to(path)): "no split in its name" for file, name in names.items() if name is None
+        }
+        found = [file for file in found if names[file] == chosen]
+    refuse_missing_shards([file.path for file in found], str(path))
+    if left_out:
+        say_once(f"{path}: {len(found):,} files are read, {len(left_out):,} left out: {told(left_out)}")
+    return SourceFiles(tuple(found))
 
 
-def _is_data(path: Path) -> bool:
-    return path.is_file() and path.name.endswith(SUFFIXES) and not path.name.startswith((".", "cache-"))
+def _split_of(file: Path) -> str | None:
+    """By the name of a file, else of the nearest directory that has one."""
+    stem = file.name.split(".")[0]
+    for name in (stem, *reversed(file.parts[:-1])):
+        if match := _SPLIT.search(name):
+            return match[1]
+    return None
 
 
 def _choose(names: list[str], split: str | None, path: Path) -> str:
@@ -141,6 +184,10 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
+class UnknownFormat(BadSource):
+    """The first bytes of a file are of none that is read."""
+
+
 def _data_file(path: Path) -> DataFile:
     """Tell the format by the first bytes; names lie."""
     try:
@@ -156,9 +203,16 @@ def _data_file(path: Path) -> DataFile:
         return DataFile(path, "arrow stream")
     if head.startswith(b"PAR1"):
         return DataFile(path, "parquet")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head[:2] in (b"{\0", b"[\0", b"\0{", b"\0["):
+        raise BadSource(f"{path}: UTF-16 text, expected UTF-8: iconv -f UTF-16 -t UTF-8 '{path}' > rows.jsonl")
     if head.startswith(tuple(COMPRESSED)) or not head.strip() or head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
         return DataFile(path, "jsonl")
-    raise BadSource(
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+        raise BadSource(
+            f"{path}: a JSON array, or lists as lines, expected one JSON object a line. For an array of rows: "
+            f"jq -c '.[]' '{path}' > rows.jsonl; for lines of messages: jq -c '{{messages: .}}' '{path}' > rows.jsonl"
+        )
+    raise UnknownFormat(
         f"{path}: starts with {head!r}, expected an Arrow file or stream, Parquet, or one JSON object a line. "
         "Write the rows in one of these formats."
     )

@@ -25,6 +25,9 @@ BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 22  # text that is parsed at once; a longer line is its own block
 
 
+MAX_LINE_BYTES = 1 << 26  # of one line: a row of some ten million tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Lines:
     """Neighbouring lines of a file, none of them blank."""
@@ -67,8 +70,20 @@ def read_lines(
         if codec is None:
             file.seek(start)
         while True:
-            read = stream.read(int(min(block_bytes, left)))
+            try:
+                read = stream.read(int(min(block_bytes, left)))
+            except OSError as error:
+                if error.errno is not None:  # of the system, not of what the file holds
+                    raise
+                raise BadSource(
+                    f"{path}: cannot be read to its end ({error}): it is damaged or was cut off. Download it again."
+                ) from None
             left -= len(read)
+            if len(rest) > MAX_LINE_BYTES:
+                raise BadSource(
+                    f"line {number + 1} of {path}: longer than {MAX_LINE_BYTES >> 20} MiB, expected one row a line. "
+                    "Take it out."
+                )
             text = rest + read
             if number == 0 and text.startswith(BOM):
                 text = text[len(BOM) :]
@@ -246,6 +261,11 @@ def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         row = decoded(line)
     except ValueError as error:
+        if number == 0 and line.strip() == b"{":
+            raise BadRow(
+                f"{path}: JSON over several lines, expected one object a line. For one object after another: jq -c . "
+                f"'{path}' > rows.jsonl; for one that holds the rows under a key: jq -c '.[][]' '{path}' > rows.jsonl"
+            ) from None
         raise BadRow(f"line {number + 1} of {path}: not JSON ({error}). Repair or remove the line.") from None
     if not isinstance(row, dict):
         raise BadRow(f"line {number + 1} of {path}: a JSON {type(row).__name__}, expected an object. Repair the line.")

@@ -275,11 +275,11 @@ def test_a_line_longer_than_a_block(make: Any, tmp_path: Path, monkeypatch: pyte
     ("name", "content", "message"),
     [
         ("rows.bin", b"\x00\x01\x02", "expected an Arrow file or stream, Parquet, or one JSON object a line"),
-        ("rows.arrow", b"\xff\xff\xff\xff\x10", "not a readable arrow stream"),
+        ("rows.arrow", b"\xff\xff\xff\xff\x10", "an Arrow stream without its end mark"),
         ("rows.parquet", b"PAR1 and nothing", "not a readable parquet"),
         ("rows.jsonl", b'{"text": "x"}\n', "neither token ids .* nor conversations"),
         ("rows.jsonl", b"", "no line in it"),
-        ("rows.jsonl", b"[1, 2]\n", "expected an Arrow file or stream"),
+        ("rows.jsonl", b"[1, 2]\n", "a JSON array, or lists as lines, expected one JSON object a line"),
     ],
 )
 def test_what_is_no_source_is_refused(make: Any, tmp_path: Path, name: str, content: bytes, message: str) -> None:
