@@ -72,7 +72,8 @@ def joined() -> Iterator[Ranks]:
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    # The device of what is summed chooses: a run on the CPU of a machine with GPUs is summed by gloo.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
     # A process that fails keeps its connections until it is gone, and so until it has said why: their end is what the
     # others fail with.
     try:

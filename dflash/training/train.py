@@ -12,7 +12,8 @@ from pathlib import Path
 
 from dflash.batch import StepReport
 from dflash.distributed import Ranks, joined
-from dflash.errors import StageFailed
+from dflash.errors import CheckpointCorrupt, StageFailed
+from dflash.files import checksum
 from dflash.interrupt import Interrupted, stop_signals
 from dflash.pipeline.pipeline import Pipeline
 from dflash.pipeline.telemetry import bottleneck
@@ -52,7 +53,7 @@ def train(
     with stop_signals() as stopping, joined() as ranks, checkpoint.run_lock(path) if ranks.leads else nullcontext():
         opened = open_run(path, tokens, config_name)
         ranks.wait()  # nobody looks for checkpoints before the leader holds the lock
-        start = checkpoint.newest(opened.run.checkpoints)
+        start = agreed(opened.run.checkpoints, ranks)
         if start is not None:
             start = _accept(opened, start, override, ranks)
         if ranks.leads:
@@ -64,6 +65,26 @@ def train(
             return
         until = until.within(opened.config.training, start.state.epoch if start else 0)
         _Run(opened, start, until, ranks, stopping, last_resort).run()
+
+
+def agreed(directory: Path, ranks: Ranks) -> Checkpoint | None:
+    """The checkpoint to go on from: the leader's newest one, on all processes; None when there is none.
+
+    Raises CheckpointCorrupt where a process does not find that one, or finds another content: from unequal replicas,
+    summed gradients would train a meaningless average.
+    """
+    start = checkpoint.newest(directory) if ranks.leads else None
+    name = ranks.gather(start.path.name if start else None)[0]
+    if name is None:
+        return None
+    start = start or checkpoint.verify(directory / name)
+    found = ranks.gather(checksum(start.path / "state.json"))
+    if len(set(found)) > 1:
+        raise CheckpointCorrupt(
+            f"the processes of this run read unequal checkpoints {name} in {directory}: xxh3 of state.json by process "
+            f"{found}, expected one. The run directory must be on a file system that all of them see; remove the copy."
+        )
+    return start
 
 
 def _accept(opened: OpenRun, start: Checkpoint, override: bool, ranks: Ranks) -> Checkpoint:

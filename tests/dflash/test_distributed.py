@@ -110,6 +110,33 @@ def test_tokens_weigh_alike_whatever_their_rank() -> None:
     assert on_ranks(2, stubbed_step, [(4.0, 1), (1.0, 3)]) == [1.75, 1.75]
 
 
+def agreed_start(ranks: Any, directories: list[Path]) -> str | None:
+    from dflash.errors import CheckpointCorrupt
+    from dflash.training.train import agreed
+
+    try:
+        start = agreed(directories[ranks.rank], ranks)
+    except CheckpointCorrupt as error:
+        return str(error)
+    return start and start.path.name
+
+
+def test_all_processes_start_from_the_leaders_checkpoint(tmp_path: Path) -> None:
+    """One that sees a newer checkpoint takes the leader's; one with another content under its name is refused."""
+    from dflash.training import checkpoint
+
+    def save(name: str, step: int, weight: float) -> Path:
+        state = checkpoint.State(epoch=0, step=step, steps_total=step, settings={}, threads=1)
+        checkpoint.save(tmp_path / name, state, {"w": torch.tensor([weight])}, {})
+        return tmp_path / name
+
+    newer = [save("a", 3, 1.0), save("b", 3, 1.0)]
+    save("b", 4, 2.0)
+    assert on_ranks(2, agreed_start, newer) == ["epoch-000-step-000003"] * 2
+    unequal = [newer[0], save("c", 3, 5.0)]
+    assert all("unequal checkpoints epoch-000-step-000003" in said for said in on_ranks(2, agreed_start, unequal))
+
+
 def start_ranks(run: Path, tokens: Path, size: int, before: Callable[[], None] | None = None) -> list[tiny.Command]:
     port = free_port()
     return [
