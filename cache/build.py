@@ -38,6 +38,7 @@ from cache.source.list_columns import row_of
 from cache.source.open import Source, open_source
 
 TOKENISING = 0.98  # of a build's time, where there is something to tokenise
+MOST_QUOTED = 20  # reasons of one kind, in a manifest and so in messages: a source may have thousands of names
 WRITERS = 2  # ids and mask are written side by side
 
 
@@ -290,4 +291,11 @@ def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:
 
 
 def _counted(counts: Counter[str]) -> dict[str, int]:
-    return {reason: number for reason, number in sorted(counts.items()) if number}
+    """By reason; of reasons that quote the source (`unknown_role: …`) the most frequent, the others of a kind as one."""
+    told: Counter[str] = Counter()
+    quoted: Counter[str] = Counter()
+    for reason, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        kind, colon, _ = reason.partition(": ")
+        quoted[kind] += bool(colon)
+        told[reason if quoted[kind] <= MOST_QUOTED or not colon else f"{kind}: others"] += number
+    return {reason: number for reason, number in sorted(told.items()) if number}

@@ -166,3 +166,14 @@ def test_rows_of_one_conversation_stay_on_one_side_of_the_split(prepare, tmp_pat
 def test_what_was_changed_without_dropping_is_in_the_manifest(prepare):
     forged = talk("x[E]", "ok")
     assert prepare([forged]).manifest.noted == {"text of a control token, tokenised apart": 1}
+
+
+def test_thousands_of_unknown_names_are_counted_without_being_listed(prepare):
+    odd = [{"messages": [{"role": f"speaker {i}", "content": "x"}, *C0]} for i in range(300)]
+    cache = prepare([*odd, odd[7], {"messages": C0}])
+    dropped = cache.manifest.dropped
+    assert (len(dropped), sum(dropped.values())) == (21, 301)
+    assert (dropped["unknown_role: speaker 7"], dropped["unknown_role: others"]) == (2, 280)
+    with pytest.raises(BadSource, match="unknown_role: others 280") as caught:
+        prepare([*odd, odd[7], {"messages": C0}], max_dropped=0.1)
+    assert len(str(caught.value)) < 2000
