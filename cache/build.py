@@ -291,7 +291,7 @@ def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:
 
 
 def _counted(counts: Counter[str]) -> dict[str, int]:
-    """By reason; of reasons that quote the source (`unknown_role: …`) the most frequent, the others of a kind as one."""
+    """By reason; of those that quote the source (`unknown_role: …`) the most frequent, the others of a kind as one."""
     told: Counter[str] = Counter()
     quoted: Counter[str] = Counter()
     for reason, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
