@@ -1,8 +1,8 @@
 """Parameters of target, drafter, training, evaluation, export and generation: one tree, the same names everywhere."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cache.config import RowsConfig
 
@@ -41,6 +41,31 @@ class DrafterConfig(_Model):
         None, description="id of the mask token: an existing row of the target's embedding that no text uses"
     )
     init: Literal["random", "target"] = Field("random", description="where the drafter's layers start from")
+    kind: Literal["dflash", "dflash2", "dspark"] = Field(
+        "dflash",
+        description="dflash: slots independent of each other; dflash2: convolutions and a candidate selector; dspark: "
+        "a Markov head on the token before",
+    )
+    rank: int = Field(
+        128, description="rank of the tables that look back; 0: none, which leaves dflash2 its convolutions", ge=0
+    )
+    tables: Literal["frozen", "free"] = Field(
+        "frozen",
+        description="frozen: tables of low rank are made from the target's embedding and head; free: trained row by "
+        "row, as published",
+    )
+    markov: Literal["vanilla", "gated"] = Field(
+        "vanilla", description="dspark: what the token before says alone, or gated by the slot's own state"
+    )
+    confidence: bool = Field(
+        False, description="dspark: a head that guesses whether a slot is accepted; training.loss=dspark trains it"
+    )
+    sliding_window: int | None = Field(
+        None, description="sliding layers see keys fewer than so many positions away; None: no such layers", ge=1
+    )
+    sliding_layers: list[int] | None = Field(
+        None, description="which layers have the window, from 0 on; None: all of them"
+    )
 
 
 class TrainingConfig(_Model):
@@ -55,10 +80,14 @@ class TrainingConfig(_Model):
     anchors: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] = Field(
         512, description="anchors of a row in one epoch: at most so many, or (0.25, 1.0) a share of its legal positions"
     )
-    loss: Literal["ce", "dpace", "kl"] = Field(
+    loss: Literal["ce", "dpace", "kl", "dspark"] = Field(
         "ce",
         description="ce: weights exp(−(k−1)/γ); dpace: weights from the drafter's own confidence; kl: to the target's "
-        "distribution, for which the target runs to its end",
+        "distribution, for which the target runs to its end; dspark: 0.1·CE + 0.9·Σ|q − p|, as far, and the "
+        "confidence head's",
+    )
+    selector_weight: float = Field(
+        0.1, description="dflash2: what the selector's loss is multiplied by beside the base loss", ge=0
     )
     gamma: float | None = Field(None, description="γ of exp(−(k−1)/γ); None: 7, 5, 4 for K = 16, 10, 8", gt=0)
     lr: float = Field(6e-4, description="peak learning rate", gt=0)
@@ -120,6 +149,13 @@ class EvaluationConfig(_Model):
     top_p: float = Field(1.0, description="nucleus of the sampling law", gt=0, le=1)
     top_k: int = Field(0, description="largest number of tokens to sample from; 0: all", ge=0)
     seed: int = Field(0, description="seed of sampling", ge=0, lt=2**63)
+    confidence: float = Field(
+        0.0,
+        description="a block's drafts end before the first slot to which the drafter's confidence head gives less; 0: "
+        "all are checked",
+        ge=0,
+        lt=1,
+    )
 
 
 class ExportConfig(_Model):
@@ -173,6 +209,15 @@ class RunConfig(_Model):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="after")
+    def _parts_are_trained(self) -> Self:
+        drafter = self.drafter
+        if drafter.kind == "dspark" and not drafter.rank:
+            raise ValueError("drafter.kind=dspark is its Markov head alone: drafter.rank=0 leaves nothing of it")
+        if drafter.confidence and (drafter.kind != "dspark" or self.training.loss != "dspark"):
+            raise ValueError("drafter.confidence needs drafter.kind=dspark, and training.loss=dspark, which trains it")
+        return self
 
 
 class AnswersConfig(_Model):

@@ -15,9 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from dflash.decoding.left_to_right import block_states, left_to_right
 from dflash.decoding.rollback import RowCache, room
 from dflash.decoding.sampling import Dice, Proposal, Sampling, SeededDice
-from dflash.model.drafter import ContextState, Drafter, embed_blocks
+from dflash.model.drafter import ContextState, Drafter
 from dflash.model.head import Head
 from dflash.target.frozen import Target
 
@@ -82,12 +83,16 @@ def speculate(
     limits: DecodeLimits,
     sampling: Sampling,
     dice: Sequence[Dice],
+    confidence: float = 0.0,
 ) -> list[Decoded]:
-    """Decode prompts with the drafter's help; `dice` has one for each."""
+    """Decode prompts with the drafter's help; `dice` has one for each.
+
+    Where the drafter has a confidence head, a block's drafts end before the first slot that it gives less.
+    """
     start = time.perf_counter()
     ids: list[list[int]] = [[] for _ in prompts]
     passes: list[list[Emission]] = [[] for _ in prompts]
-    for emissions in stream(target, drafter, ends, prompts, limits, sampling, dice):
+    for emissions in stream(target, drafter, ends, prompts, limits, sampling, dice, confidence):
         for emission in emissions:
             if ids[emission.row]:
                 passes[emission.row].append(emission)
@@ -120,6 +125,7 @@ def stream(
     limits: DecodeLimits,
     sampling: Sampling,
     dice: Sequence[Dice],
+    confidence: float = 0.0,
 ) -> Iterator[list[Emission]]:
     """After every target pass, what each unfinished row got from it: first one token each, then runs of 1 to K.
 
@@ -136,12 +142,7 @@ def stream(
         rows.append(_Row(index, prompt.numel(), first, left - 1, dice[index]))
     yield [Emission(row.index, (row.last,), 0) for row in rows]
     while rows := _unfinished(rows, limits, cache, context):
-        logits_by_row = draft_logits(
-            drafter, ends, context.states, [row.last for row in rows], [row.anchor for row in rows]
-        )
-        for row, slots in zip(rows, logits_by_row, strict=True):
-            # A row near its end is checked only as far as it may go.
-            row.proposal = sampling.propose(slots[: row.room], row.dice)
+        _propose(drafter, ends, context.states, rows, sampling, confidence)
         width = max(len(row.proposal.tokens) for row in rows)
         padded = [[row.last, *row.proposal.tokens] + [0] * (width - len(row.proposal.tokens)) for row in rows]
         logits, features = cache.extend(torch.tensor(padded, device=target.device))
@@ -149,6 +150,28 @@ def stream(
         emissions = [_accept(row, logits[b], limits, sampling) for b, row in enumerate(rows)]
         cache.keep([len(emission.ids) for emission in emissions], width + 1)
         yield emissions
+
+
+def _propose(
+    drafter: Drafter,
+    ends: tuple[nn.Module, Head],
+    context: list[ContextState],
+    rows: list[_Row],
+    sampling: Sampling,
+    confidence: float,
+) -> None:
+    """Give every row its drafts. One near its end is checked only as far as it may go."""
+    tokens, anchors = [row.last for row in rows], [row.anchor for row in rows]
+    if drafter.look_back is None:  # slots do not see each other's drafts: all at once
+        for row, slots in zip(rows, draft_logits(drafter, ends, context, tokens, anchors), strict=True):
+            row.proposal = sampling.propose(slots[: row.room], row.dice)
+        return
+    hidden = block_states(drafter, ends[0], context, tokens, anchors)
+    rooms, dice = [row.room for row in rows], [row.dice for row in rows]
+    for row, proposal in zip(
+        rows, left_to_right(drafter, ends, hidden, tokens, rooms, sampling, dice, confidence), strict=True
+    ):
+        row.proposal = proposal
 
 
 def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: DecodeLimits, sampling: Sampling) -> Emission:
@@ -201,19 +224,8 @@ class Context:
 def draft_logits(
     drafter: Drafter, ends: tuple[nn.Module, Head], context: list[ContextState], tokens: list[int], anchors: list[int]
 ) -> Float[Tensor, "B K-1 V"]:
-    """The drafter's logits of slots 1..K−1 for one block a row: a token and its position."""
-    embedding, head = ends
-    device = drafter.fc.weight.device
-    embedded = embed_blocks(
-        embedding,
-        torch.tensor(tokens, device=device)[:, None],
-        drafter.shape.block_size,
-        drafter.shape.mask_token_id,
-    )
-    hidden = drafter.blocks(
-        context, embedded.to(drafter.fc.weight.dtype), torch.tensor(anchors, device=device)[:, None]
-    )
-    return head.logits(hidden[:, 0, 1:])
+    """The head's logits of slots 1..K−1 for one block a row, a token and its position: without looking back."""
+    return ends[1].logits(block_states(drafter, ends[0], context, tokens, anchors))
 
 
 def seeded(seed: int, count: int, device: torch.device) -> list[SeededDice]:

@@ -22,6 +22,7 @@ from cache.batches.passes import PassRoom, cut_passes
 from cache.disk.store import TokenCache
 from dflash.anchors import block_counts, block_labels, legal_anchors
 from dflash.model.drafter import ContextState, Drafter, embed_blocks
+from dflash.model.drafter_loss import slot_logits
 from dflash.model.head import Head
 from dflash.target.frozen import Target
 
@@ -119,7 +120,7 @@ def accepted_by_anchor(
     features: Float[Tensor, "B S N*H"],
 ) -> list[dict[int, int]]:
     """For every legal anchor of each row (ids, mask), how many drafts equal the row, up to the answer's end."""
-    embedding, head = ends
+    embedding = ends[0]
     shape, device = drafter.shape, drafter.fc.weight.device
     context = drafter.context(features.to(device))
     group = max(1, _SLOTS // shape.block_size)
@@ -133,7 +134,7 @@ def accepted_by_anchor(
         """Compare what has been drafted so far; the head runs over the anchors of many rows at once."""
         if not places:
             return
-        accepted = _accepted(head, torch.cat(drafted), np.concatenate(labels), np.concatenate(counts))
+        accepted = _accepted(drafter, ends, torch.cat(drafted), np.concatenate(labels), np.concatenate(counts))
         start = 0
         for b, anchors in places:
             result[b].update(zip(anchors.tolist(), accepted[start : start + anchors.size].tolist(), strict=True))
@@ -153,7 +154,7 @@ def accepted_by_anchor(
             hidden = drafter.blocks(alone, embedded[None].to(drafter.fc.weight.dtype), anchor[None])
             places.append((b, piece))
             drafted.append(hidden[0, :, 1:])
-            labels.append(label[:, 1:])
+            labels.append(label)
             counts.append(block_counts(mask, piece, shape.block_size)[:, 1:])
             if sum(one.shape[0] for one in drafted) >= group:
                 finish()
@@ -162,17 +163,25 @@ def accepted_by_anchor(
 
 
 def _accepted(
-    head: Head, hidden: Float[Tensor, "A K-1 H"], labels: ndarray, counts: Bool[ndarray, "A K-1"]
+    drafter: Drafter,
+    ends: tuple[nn.Module, Head],
+    hidden: Float[Tensor, "A K-1 H"],
+    labels: ndarray,
+    counts: Bool[ndarray, "A K-1"],
 ) -> Int64[ndarray, " A"]:
-    """Slots 1, 2, … that equal their labels, up to the first that does not."""
+    """Slots 1, 2, … that equal their labels, up to the first that does not.
+
+    A slot is drafted only while all before it are right: the draft that it looks back at is the label before its own.
+    """
     label, counted = torch.from_numpy(labels).to(hidden.device), torch.from_numpy(counts).to(hidden.device)
     accepted = torch.zeros(hidden.shape[0], dtype=torch.long, device=hidden.device)
-    chunk = max(1, _LOGITS // head.weight.shape[0])
+    chunk = max(1, _LOGITS // ends[1].weight.shape[0])
     for slot in range(hidden.shape[1]):
         going = torch.nonzero((accepted == slot) & counted[:, slot]).squeeze(1)
         if not going.numel():
             break
         for piece in torch.split(going, chunk):
-            right = head.logits(hidden[piece, slot]).argmax(-1) == label[piece, slot]
+            logits = slot_logits(drafter, ends, hidden[piece, slot], label[piece, slot].long())
+            right = logits.argmax(-1) == label[piece, slot + 1]
             accepted[piece] += right.long()
     return accepted.cpu().numpy()

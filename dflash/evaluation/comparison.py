@@ -65,7 +65,7 @@ def compare(
         seed = config.seed + index
         alone = plain(target, prompt, limits, sampling, SeededDice(seed, target.device))
         dice = [SeededDice(seed, target.device)]
-        (helped,) = speculate(target, drafter, ends, [prompt], limits, sampling, dice)
+        (helped,) = speculate(target, drafter, ends, [prompt], limits, sampling, dice, config.confidence)
         compared.append(Comparison(tuple(prompt.tolist()), group, alone, helped))
         on_prompt(helped)
     return compared

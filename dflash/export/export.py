@@ -34,7 +34,7 @@ from dflash.export.layouts import (
     written_dtype,
 )
 from dflash.files import checksum, durable_directory
-from dflash.model.drafter import Drafter
+from dflash.model.drafter import Drafter, DrafterShape
 from dflash.model.head import Head
 from dflash.run_directory import CONFIG, ProgressFile, RunDirectory
 from dflash.target.frozen import Target, drafter_shape, stop_tokens, text_config
@@ -61,6 +61,7 @@ def export(path: Path, config_name: str = CONFIG) -> None:
     refuse_other_target(config.target, found.state.settings)
     target_config = text_config(config.target)
     shape = drafter_shape(config.drafter, target_config, stop_tokens(config.target))
+    _refuse_other_kinds(shape)
     base = Path(config.export.path) if config.export.path else path / "export"
     layouts = list(dict.fromkeys(config.export.layouts))
     progress = ProgressFile(run, "export", 2 * len(layouts), "parts")
@@ -104,6 +105,14 @@ def export(path: Path, config_name: str = CONFIG) -> None:
         }
     first = layouts[0]
     run.write("export.json", {**written[first], "layout": first, "checkpoint": str(found.path), "layouts": written})
+
+
+def _refuse_other_kinds(shape: DrafterShape) -> None:
+    if shape.kind != "dflash" or shape.sliding_window is not None:
+        raise ConfigMismatch(
+            f"drafter.kind={shape.kind}, drafter.sliding_window={shape.sliding_window}: only plain drafters "
+            "without windows are exported. The checkpoints hold this one; evaluate it here."
+        )
 
 
 @contextmanager

@@ -24,6 +24,14 @@ _GROUP_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """What a sliding layer sees: keys fewer than `size` positions away; `causal`: in a block no later slot."""
+
+    size: int
+    causal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Blocks start..stop of a row. All of them see the context before `shared`, some more of it up to `context`."""
 
@@ -31,7 +39,9 @@ class Group:
     stop: int
     shared: int
     context: int
-    bias: Float[Tensor, "blocks 1 columns"]  # 0 or −∞ on columns from `shared` on
+    bias: Float[
+        Tensor, "blocks slots columns"
+    ]  # one slot where all of a block see the same; 0 or −∞ on columns from `shared` on
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +52,14 @@ class AttentionPlan:
     mask: Any  # on CUDA flex attention's, or a tensor of the columns that are seen
 
 
-def attention_plan(anchor: Int[Tensor, "B A"], context: int, block_size: int) -> AttentionPlan:
+def attention_plan(
+    anchor: Int[Tensor, "B A"], context: int, block_size: int, window: Window | None = None
+) -> AttentionPlan:
     """The plan for blocks of `block_size` slots at ascending anchors, over a context of `context` positions."""
     if anchor.is_cuda and anchor.shape[1] == 1:
-        return one_block_plan(anchor, context, block_size)
+        return one_block_plan(anchor, context, block_size, window)
     if anchor.is_cuda:
-        rule, shape = flex_mask(anchor, context, block_size)
+        rule, shape = flex_mask(anchor, context, block_size, window)
         return AttentionPlan((), _compiled(create_block_mask)(rule, **shape))
     step = max(1, _GROUP_SLOTS // block_size)
     rows = []
@@ -55,13 +67,15 @@ def attention_plan(anchor: Int[Tensor, "B A"], context: int, block_size: int) ->
         assert positions == sorted(positions)
         assert positions[-1] <= context
         pieces = [(start, positions[start : start + step]) for start in range(0, len(positions), step)]
-        rows.append(tuple(_group(start, piece, block_size) for start, piece in pieces))
+        rows.append(tuple(_group(start, piece, block_size, window) for start, piece in pieces))
     return AttentionPlan(tuple(rows), None)
 
 
-def one_block_plan(anchor: Int[Tensor, "B 1"], context: int, block_size: int) -> AttentionPlan:
-    """The plan for one block a row: all of its slots see the same columns."""
-    seen = torch.stack([visible(row, context, block_size)[:1] for row in anchor])
+def one_block_plan(
+    anchor: Int[Tensor, "B 1"], context: int, block_size: int, window: Window | None = None
+) -> AttentionPlan:
+    """The plan for one block a row: without a window all of its slots see the same columns."""
+    seen = torch.stack([visible(row, context, block_size, window)[: None if window else 1] for row in anchor])
     return AttentionPlan((), seen[:, None])
 
 
@@ -91,22 +105,40 @@ def block_attention(
     return out
 
 
-def visible(anchor: Int[Tensor, " A"], context: int, block_size: int) -> Bool[Tensor, "A*K context+A*K"]:
+def visible(
+    anchor: Int[Tensor, " A"], context: int, block_size: int, window: Window | None = None
+) -> Bool[Tensor, "A*K context+A*K"]:
     """The mask as a matrix: which of the context and block columns each slot of one row sees."""
     block = torch.arange(anchor.numel(), device=anchor.device).repeat_interleave(block_size)
     before = torch.arange(context, device=anchor.device)[None, :] < anchor.repeat_interleave(block_size)[:, None]
-    return torch.cat([before, block[:, None] == block[None, :]], dim=1)
+    seen = torch.cat([before, block[:, None] == block[None, :]], dim=1)
+    if window is None:
+        return seen
+    slot = anchor.repeat_interleave(block_size) + torch.arange(block_size, device=anchor.device).repeat(anchor.numel())
+    column = torch.cat([torch.arange(context, device=anchor.device), slot])
+    return seen & _near(slot[:, None] - column, window)
+
+
+def _near(distance: Tensor, window: Window) -> Tensor:
+    """Whether a key is visible so far back, or ahead where it is negative."""
+    return (distance < window.size) & (distance >= 0 if window.causal else -distance < window.size)
 
 
 def flex_mask(
-    anchor: Int[Tensor, "B A"], context: int, block_size: int
+    anchor: Int[Tensor, "B A"], context: int, block_size: int, window: Window | None = None
 ) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """The mask as flex attention's `create_block_mask` takes it: a rule, and over how many rows and columns."""
 
     def rule(b: Tensor, h: Tensor, slot: Tensor, column: Tensor) -> Tensor:
         block = slot // block_size
         before = (column < context) & (column < anchor[b, block])
-        return before | ((column >= context) & ((column - context) // block_size == block))
+        seen = before | ((column >= context) & ((column - context) // block_size == block))
+        if window is None:
+            return seen
+        # A column that is seen lies in the context, or in the slot's own block.
+        start = anchor[b, block]
+        position = torch.where(column < context, column, start + (column - context) % block_size)
+        return seen & _near(start + slot % block_size - position, window)
 
     slots = anchor.shape[1] * block_size
     shape = {"B": anchor.shape[0], "H": None, "Q_LEN": slots, "KV_LEN": context + slots, "device": anchor.device}
@@ -135,12 +167,16 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _group(start: int, positions: list[int], block_size: int) -> Group:
-    """The bias of a group has one row a block: all slots of a block see the same."""
+def _group(start: int, positions: list[int], block_size: int, window: Window | None) -> Group:
+    """The bias of a group has one row a block where all slots of a block see the same."""
     anchors = torch.tensor(positions)
-    seen = visible(anchors, positions[-1], block_size)[::block_size, positions[0] :]
-    bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    return Group(start, start + len(positions), positions[0], positions[-1], bias[:, None])
+    seen = visible(anchors, positions[-1], block_size, window)
+    if window is None:
+        shared, seen = positions[0], seen[::block_size, None]
+    else:  # a window may hide any of the context
+        shared, seen = 0, seen.view(-1, block_size, seen.shape[1])
+    bias = torch.zeros(seen[..., shared:].shape).masked_fill(~seen[..., shared:], -torch.inf)
+    return Group(start, start + len(positions), shared, positions[-1], bias)
 
 
 class _Grouped(torch.autograd.Function):

@@ -6,45 +6,22 @@
 The embedding and the head are the target's and stay there; parameter names are those of the public checkpoints.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dflash.model.attention import AttentionPlan, attention_plan, block_attention
+from dflash.model.attention import AttentionPlan, Window, attention_plan, block_attention
+from dflash.model.convolution import Convolution
+from dflash.model.kinds import KINDS
+from dflash.model.look_back import LookBack
+from dflash.model.markov import ConfidenceHead
 from dflash.model.rope import Rope, rotate
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterShape:
-    """Everything that fixes the drafter's tensors and what they mean."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_layers: int
-    block_size: int
-    taps: tuple[int, ...]
-    num_target_layers: int
-    vocab_size: int
-    mask_token_id: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self) | {"taps": list(self.taps)}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "DrafterShape":
-        """Inverse of `to_json`."""
-        return cls(**value | {"taps": tuple(value["taps"])})
+from dflash.model.shape import DrafterShape as DrafterShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +89,22 @@ class Layer(nn.Module):
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = MLP(shape)
+        convolved = KINDS[shape.kind].convolutions
+        self.attention_conv = Convolution(shape) if convolved else None
+        self.mlp_conv = Convolution(shape) if convolved else None
 
     def forward(self, block: Tensor, context: ContextState, plan: AttentionPlan, angles: Tensor) -> Tensor:
-        block = block + self.self_attn(self.input_layernorm(block), context, plan, angles)
-        out: Tensor = block + self.mlp(self.post_attention_layernorm(block))
-        return out
+        def attend(normed: Tensor) -> Tensor:
+            attended: Tensor = self.self_attn(normed, context, plan, angles)
+            return attended
+
+        block = block + _around(self.attention_conv, self.input_layernorm(block), attend)
+        return block + _around(self.mlp_conv, self.post_attention_layernorm(block), self.mlp)
+
+
+def _around(convolution: Convolution | None, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    out: Tensor = sublayer(normed) if convolution is None else convolution(normed, sublayer)
+    return out
 
 
 class Drafter(nn.Module):
@@ -130,6 +118,16 @@ class Drafter(nn.Module):
         self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        head = KINDS[shape.kind].look_back
+        if head is not None and shape.rank:
+            self.add_module(head.name, head(shape))
+        self.confidence_head = ConfidenceHead(shape) if shape.confidence else None
+
+    @property
+    def look_back(self) -> LookBack | None:
+        """The head that sees the token before a slot, where this kind has one."""
+        head = KINDS[self.shape.kind].look_back
+        return cast("LookBack", self.get_submodule(head.name)) if head is not None and self.shape.rank else None
 
     def context(self, features: Float[Tensor, "B S N*H"], start: Int[Tensor, " B"] | None = None) -> list[ContextState]:
         """Keys and values of every layer for features at positions start, start+1, … of each row; None: from 0 on."""
@@ -146,10 +144,12 @@ class Drafter(nn.Module):
         """Final hidden states of the slots, ready for the target's head."""
         slots = torch.arange(embedded.shape[2], device=embedded.device)
         angles = self.rope(anchor[..., None] + slots)
-        plan = attention_plan(anchor, context[0].key.shape[1], embedded.shape[2])
+        size = (context[0].key.shape[1], embedded.shape[2])
+        windows = {self._window(number) for number in range(len(context))}
+        plans = {window: attention_plan(anchor, *size, window) for window in windows}
         hidden = embedded
-        for layer, state in zip(self._layers(), context, strict=True):
-            hidden = layer(hidden, state, plan, angles)
+        for number, (layer, state) in enumerate(zip(self._layers(), context, strict=True)):
+            hidden = layer(hidden, state, plans[self._window(number)], angles)
         out: Tensor = self.norm(hidden)
         return out
 
@@ -157,6 +157,12 @@ class Drafter(nn.Module):
         self, features: Float[Tensor, "B S N*H"], embedded: Float[Tensor, "B A K H"], anchor: Int[Tensor, "B A"]
     ) -> Float[Tensor, "B A K H"]:
         return self.blocks(self.context(features), embedded, anchor)
+
+    def _window(self, layer: int) -> Window | None:
+        shape = self.shape
+        if shape.sliding_window is None or layer not in shape.sliding_layers:
+            return None
+        return Window(shape.sliding_window, shape.sliding_causal)
 
     def _layers(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))

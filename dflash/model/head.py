@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -29,6 +29,14 @@ class Head:
         bias = None if self.bias is None else self.bias[start:stop]
         raw = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight[start:stop], bias)
         return self._finish(raw.to(at_least_float32(raw.dtype)))
+
+    def rows(self, start: int, stop: int) -> Float[Tensor, "stop-start H"]:
+        """∂ raw logit / ∂ hidden for a range of the vocabulary."""
+        return self.weight[start:stop]
+
+    def rows_at(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n H"]:
+        """The same for single ids."""
+        return self.weight[ids]
 
     def slope(self, logits: Tensor) -> Tensor | None:
         """∂ logit / ∂ raw where the cap bends it, d tanh = 1 − tanh²; None where it does not."""

@@ -3,6 +3,7 @@
     ce      Σ w·CE over Σ w, w_k = exp(−(k−1)/γ)                           (arXiv 2602.06036, equation 4)
     dpace   the same with w_k made from the drafter's own confidence       (arXiv 2605.18810)
     kl      Σ w·KL(target ‖ drafter) over Σ w
+    dspark  Σ w·(0.1·CE + 0.9·Σ|q − p|) over Σ w                           (arXiv 2607.05147)
 
 The step divides one sum by the other. As in flash attention, running maxima and sums replace the whole softmax: the
 gradient Σ p·W − W[label] of the hidden states is summed in the same pass as the loss. So `[slots, V]` is never whole,
@@ -10,15 +11,18 @@ and the head gets no gradient. `kl` alone makes the logits twice.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dflash.model.candidates import Candidates, Collected
 from dflash.model.head import Head, at_least_float32
+from dflash.model.laws import LossKind as LossKind
+from dflash.model.laws import SparkLoss
+from dflash.model.table_head import TableHead, with_table_gradient
 
-LossKind = Literal["ce", "dpace", "kl"]
+NEEDS_STATES = ("kl", "dspark")  # losses that compare with the target's law
 
 # Smoothing of D-PACE's confidences: a slot that is surely wrong still leaves half of the weight to those behind it.
 _ALPHA = 0.5
@@ -36,6 +40,9 @@ class BlockLoss:
     weight: Tensor
     correct_by_slot: Float[Tensor, " K"]
     counted_by_slot: Float[Tensor, " K"]
+    slot_weight: Float[Tensor, " n"] | None = None  # w of the counted slots
+    best: tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]] | None = None  # their largest logits, ids rising
+    distance: Float[Tensor, " n"] | None = None  # Σ|q − p|, where the loss takes it
 
 
 def block_loss(
@@ -46,22 +53,32 @@ def block_loss(
     kind: LossKind = "ce",
     states: Float[Tensor, "B A K H"] | None = None,
     counted: Int[Tensor, " n"] | None = None,
+    candidates: int = 0,
 ) -> BlockLoss:
     """Σ w·loss over slots with w > 0, and how often the largest logit was right, by slot.
 
     `counted` are the flat numbers of these slots; without them a GPU has to be waited for, to find them here.
 
-    `kl` needs `states`: for each slot the target's final hidden state of the position before its label, whose logits
-    are the law that the slot should give.
+    `candidates`: that many of each slot's largest logits come with the loss, from the same tiles.
+
+    `kl` and `dspark` need `states`: for each slot the target's final hidden state of the position before its label,
+    whose logits are the law that the slot should give.
     """
-    assert (states is not None) == (kind == "kl")
+    assert (states is not None) == (kind in NEEDS_STATES)
     slots = weights.shape[-1]
     if counted is None:
         counted = torch.nonzero(weights.flatten() > 0).squeeze(1)
     picked = hidden.flatten(0, 2).index_select(0, counted)
     wanted = None if states is None else states.flatten(0, 2).index_select(0, counted)
     label, weight = labels.flatten()[counted].long(), weights.flatten()[counted]
-    loss, right = _SlotLoss.apply(picked, head, label, wanted)  # type: ignore[no-untyped-call]
+    best = Collected(candidates) if candidates else None
+    tile, distance = _TILE[hidden.device.type], None
+    if kind == "dspark":
+        loss, right, distance = SparkLoss.apply(picked, head, label, wanted, tile, best)  # type: ignore[no-untyped-call]
+    else:
+        loss, right = _SlotLoss.apply(picked, head, label, wanted, best)  # type: ignore[no-untyped-call]
+    if isinstance(head, TableHead):
+        loss = with_table_gradient(loss, picked, head, label, wanted, kind, tile)
     if kind == "dpace":
         confidence = torch.zeros_like(weights).view(-1)
         confidence[counted] = (-loss.detach()).exp().to(confidence.dtype)
@@ -73,6 +90,9 @@ def block_loss(
         weight=weight.sum(dtype=torch.float64),
         correct_by_slot=zeros.index_add(0, slot, right.float()),
         counted_by_slot=zeros.index_add(0, slot, torch.ones_like(right, dtype=torch.float32)),
+        slot_weight=weight,
+        best=None if best is None else best.by_id(),
+        distance=distance,
     )
 
 
@@ -102,17 +122,18 @@ class _SlotLoss(torch.autograd.Function):
     """Loss of each slot; its gradient of the hidden states is made with it and only scaled in the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, head, label, states):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, head, label, states, best):  # type: ignore[no-untyped-def]
         loss = torch.empty(label.shape, dtype=at_least_float32(hidden.dtype), device=hidden.device)
         right = torch.empty(label.shape, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden)
         step = _TILE[hidden.device.type][0]
         for start in range(0, hidden.shape[0], step):
             piece = slice(start, start + step)
+            some = None if best is None else best.piece()
             if states is None:
-                found = _cross_entropies(hidden[piece], head, label[piece])
+                found = _cross_entropies(hidden[piece], head, label[piece], some)
             else:
-                found = _divergences(hidden[piece], head, label[piece], states[piece])
+                found = _divergences(hidden[piece], head, label[piece], states[piece], some)
             loss[piece], right[piece], gradient[piece] = found
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
@@ -121,7 +142,7 @@ class _SlotLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):  # type: ignore[no-untyped-def]
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[:, None].to(gradient.dtype), None, None, None
+        return gradient * upstream[:, None].to(gradient.dtype), *[None] * 4
 
 
 class _Running:
@@ -144,7 +165,9 @@ class _Running:
         return self.peak + self.mass.log()
 
 
-def _cross_entropies(hidden: Tensor, head: Head, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _cross_entropies(
+    hidden: Tensor, head: Head, label: Tensor, best: Candidates | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """CE, whether the largest logit is the label's, and ∂CE/∂hidden, for a few slots.
 
     The label's own column stays out of the products and of the mass: where it has nearly all of the probability, p − 1
@@ -156,9 +179,11 @@ def _cross_entropies(hidden: Tensor, head: Head, label: Tensor) -> tuple[Tensor,
     at_label = torch.zeros_like(rest.mass)
     right = torch.zeros_like(label, dtype=torch.bool)
     for start, stop in _tiles(head, hidden):
-        rows, logits = head.weight[start:stop], head.tile(hidden, start, stop).to(dtype)
+        rows, logits = head.rows(start, stop), head.tile(hidden, start, stop).to(dtype)
         slope = head.slope(logits)
         _read_label(logits, label, start, rest.peak, at_label, right)
+        if best is not None:
+            best.add(logits, start)
         exponentials, shrink = rest.exponentials(logits)
         _clear_label(exponentials, label, start)
         rest.mass.mul_(shrink).add_(exponentials.sum(-1, keepdim=True))
@@ -169,13 +194,15 @@ def _cross_entropies(hidden: Tensor, head: Head, label: Tensor) -> tuple[Tensor,
     right &= (at_label == rest.peak).squeeze(1)
     mass = rest.mass + (at_label - rest.peak).exp()
     loss = rest.peak + mass.log() - at_label
-    at_row = head.weight[label].to(dtype)
+    at_row = head.rows_at(label).to(dtype)
     slope = head.slope(at_label)
     gradient = summed.sub_((at_row if slope is None else at_row * slope) * rest.mass).div_(mass)
     return loss.squeeze(1), right, gradient * head.scale
 
 
-def _divergences(hidden: Tensor, head: Head, label: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _divergences(
+    hidden: Tensor, head: Head, label: Tensor, states: Tensor, best: Candidates | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """KL(target ‖ drafter), whether the largest logit is the label's, and ∂KL/∂hidden, for a few slots.
 
     Two passes: q − p is taken before it is rounded for the product with the head's rows. Both laws may have nearly all
@@ -188,6 +215,8 @@ def _divergences(hidden: Tensor, head: Head, label: Tensor, states: Tensor) -> t
     for start, stop in _tiles(head, hidden):
         logits, wanted = head.tile(hidden, start, stop).to(dtype), head.tile(states, start, stop).to(dtype)
         _read_label(logits, label, start, own.peak, at_label, right)
+        if best is not None:
+            best.add(logits, start)
         # A column that the head rules out has no mass on either side.
         apart = (wanted - logits).masked_fill_(wanted == -torch.inf, 0.0)
         exponentials, shrink = theirs.exponentials(wanted)
@@ -206,7 +235,7 @@ def _divergences(hidden: Tensor, head: Head, label: Tensor, states: Tensor) -> t
         apart = logits.sub_(own.log_mass()).exp_().sub_(wanted.sub_(theirs.log_mass()).exp_())
         if slope is not None:
             apart *= slope
-        _add_product(gradient, apart, head.weight[start:stop])
+        _add_product(gradient, apart, head.rows(start, stop))
         del logits, wanted, apart, slope
     return loss.squeeze(1), right, gradient * head.scale
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from dflash.model.convolution import GROUP
 from dflash.model.drafter import DrafterShape
+from dflash.model.kinds import KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ def flops(config: PreTrainedConfig, shape: DrafterShape, *, final: bool = False)
     key_value = 2 * hidden * width * groups
     fc = len(shape.taps) * hidden * hidden
     drafter_layer = attention + 3 * hidden * shape.intermediate_size
+    if KINDS[shape.kind].convolutions:
+        drafter_layer += 2 * 2 * 2 * hidden * hidden // GROUP  # 2 sublayers, 2 sides, 2 taps
     return Flops(
         target_token=2.0
         * (shape.num_target_layers if final else max(shape.taps) + 1)

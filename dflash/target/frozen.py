@@ -21,6 +21,7 @@ from dflash.config import DrafterConfig, TargetConfig
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.model.drafter import DrafterShape
 from dflash.model.head import Head
+from dflash.target.drafter_parts import drafter_parts
 from dflash.target.mask_token import check_mask_token
 from dflash.target.sharding import device_map
 
@@ -97,6 +98,8 @@ def drafter_shape(drafter: DrafterConfig, config: PreTrainedConfig, stop_ids: Co
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=rope,
+        kind=drafter.kind,
+        **drafter_parts(drafter, config.hidden_size),
     )
 
 

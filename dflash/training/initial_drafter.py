@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from dflash.config import DrafterConfig
 from dflash.errors import ConfigMismatch
 from dflash.model.drafter import Drafter, DrafterShape
+from dflash.model.part import CONVOLUTIONS, Part
 from dflash.target.frozen import Target, decoder_layers
 from dflash.training import checkpoint
 from dflash.training.checkpoint import Checkpoint, State
@@ -34,15 +35,33 @@ def new_drafter(shape: DrafterShape, config: DrafterConfig, target: Target, seed
     Raises ConfigMismatch when init=target and the target's layers do not compute what the drafter's do.
     """
     drafter = Drafter(shape).float()
+    if drafter.look_back is not None:
+        _refuse_bent_logits(shape, target)
     generator = torch.Generator().manual_seed(seed)
+    parts = [module for module in drafter.modules() if isinstance(module, Part)]
+    later = {parameter for part in parts for parameter in part.parameters()}
     for name, parameter in drafter.named_parameters():
+        if parameter in later:  # drawn last, so that all kinds of one seed agree in what they share
+            continue
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
         else:
             nn.init.normal_(parameter, std=_STD, generator=generator)
+    with torch.no_grad():
+        for part in parts:
+            part.start(generator)
     if config.init == "target":
         _copy_target(drafter, target)
     return drafter
+
+
+def _refuse_bent_logits(shape: DrafterShape, target: Target) -> None:
+    """A Markov head adds to logits; behind a softcap it would add something else than its tables say."""
+    if shape.kind == "dspark" and target.ends(torch.device("cpu"))[1].softcap is not None:
+        raise ConfigMismatch(
+            "drafter.kind=dspark adds to the target's logits, and this target bends them (final_logit_softcapping). "
+            "Use drafter.kind=dflash2 or dflash."
+        )
 
 
 @torch.no_grad()
@@ -67,6 +86,7 @@ def _copy_target(drafter: Drafter, target: Target) -> None:
 
 def _copy_layer(layer: nn.Module, source: nn.Module) -> None:
     ours, theirs = dict(layer.named_parameters()), dict(source.named_parameters())
+    ours = {name: parameter for name, parameter in ours.items() if not name.startswith(CONVOLUTIONS)}
     # Biases are left behind, the drafter has none. Anything else more in the target is another kind of layer.
     if extra := [name for name in theirs if name not in ours and not name.endswith(".bias")]:
         raise _unlike(f"the target's layers have {extra[0]}, the drafter's do not")

@@ -11,6 +11,7 @@ from dflash.config import NOT_LEARNED, RunConfig
 from dflash.distributed import ALONE, Ranks
 from dflash.errors import ConfigMismatch, TargetMismatch
 from dflash.model.drafter import DrafterShape
+from dflash.model.loss import NEEDS_STATES
 from dflash.pipeline.train_plan import RowCost, TrainPlan
 from dflash.run_directory import CONFIG, RunDirectory
 from dflash.target.flops import Flops, flops
@@ -46,7 +47,7 @@ class OpenRun:
 
     @property
     def _needs_final(self) -> bool:
-        return self.config.training.loss == "kl"
+        return self.config.training.loss in NEEDS_STATES
 
     def settings(self) -> dict[str, Any]:
         """Everything that the curve depends on, by field name."""
@@ -76,7 +77,7 @@ def open_run(path: Path, tokens: Path, config_name: str = CONFIG) -> OpenRun:
     check_tokenizer(store.manifest, config.target)
     if not store.rows(0).size:
         raise ConfigMismatch(f"token cache {tokens.name} has no training rows: all are held out. Lower rows.held_out.")
-    return OpenRun(run, config, store, shape, flops(text, shape, final=config.training.loss == "kl"))
+    return OpenRun(run, config, store, shape, flops(text, shape, final=config.training.loss in NEEDS_STATES))
 
 
 def changed_settings(stored: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -13,8 +13,10 @@ from dflash.batch import FeatureBatch, Step
 from dflash.config import TrainingConfig
 from dflash.distributed import ALONE, Ranks
 from dflash.model.drafter import Drafter, embed_blocks
+from dflash.model.drafter_loss import drafter_loss
 from dflash.model.head import Head
-from dflash.model.loss import BlockLoss, LossKind, block_loss, label_states
+from dflash.model.look_back import Slots
+from dflash.model.loss import NEEDS_STATES, BlockLoss, LossKind, label_states
 from dflash.step_sums import PendingReport, StepSums
 from dflash.training.schedule import learning_rate, progress
 
@@ -49,7 +51,9 @@ class Trainer:
     def accumulate(self, item: FeatureBatch) -> None:
         """Add the gradient of one micro-batch's Σ w·CE."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss = forward_loss(self.drafter, self.embedding, self.head, item, self.config.loss)
+            loss = forward_loss(
+                self.drafter, self.embedding, self.head, item, self.config.loss, self.config.selector_weight
+            )
         if loss.total.requires_grad:
             loss.total.backward()  # type: ignore[no-untyped-call]
         self._sums.add(loss.total, loss.weight, loss.correct_by_slot, loss.counted_by_slot, item.batch)
@@ -117,14 +121,23 @@ def flat_gradient(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def forward_loss(
-    drafter: Drafter, embedding: nn.Module, head: Head, item: FeatureBatch, kind: LossKind = "ce"
+    drafter: Drafter,
+    embedding: nn.Module,
+    head: Head,
+    item: FeatureBatch,
+    kind: LossKind = "ce",
+    selector_weight: float = 0.1,
 ) -> BlockLoss:
-    """Σ w·loss of one micro-batch, from features to loss. For `kl`, features end with the target's final state."""
+    """Σ w·loss of one micro-batch, from features to loss.
+
+    For losses that compare with the target's law, features end with the target's final state.
+    """
     batch, width = item.batch, drafter.fc.in_features
     with torch.no_grad():
         embedded = embed_blocks(embedding, batch.labels[..., 0], drafter.shape.block_size, drafter.shape.mask_token_id)
     hidden = drafter(item.features[..., :width], embedded.to(drafter.fc.weight.dtype), batch.anchor)
     states = None
-    if kind == "kl":
+    if kind in NEEDS_STATES:
         states = label_states(item.features[..., width:], batch.anchor, drafter.shape.block_size)
-    return block_loss(hidden, head, batch.labels, batch.weights, kind, states, batch.counted)
+    slots = Slots(batch.labels, batch.weights, kind, states, batch.counted, selector_weight)
+    return drafter_loss(drafter, embedding, head, hidden, slots)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from dflash.config import DrafterConfig
 from dflash.model.drafter import Drafter, embed_blocks
 from dflash.model.head import Head
+from dflash.model.part import Part
 from dflash.target.frozen import Target, drafter_shape
 from dflash.training.initial_drafter import new_drafter
 
@@ -56,15 +57,29 @@ def toy(
     model: PreTrainedModel | None = None,
     init: str = "target",
     mask: int = MASK,
+    **parts: Any,
 ) -> Toy:
     """A target and a drafter that guesses right about as often as not: copied from the target's last layers."""
     torch.manual_seed(seed)
     model = (model or llama()).to(dtype)
-    config = DrafterConfig(layers=2, block_size=block_size, taps=[0, 2], mask_token_id=mask, init=init)
+    config = DrafterConfig(layers=2, block_size=block_size, taps=[0, 2], mask_token_id=mask, init=init, **parts)
     shape = drafter_shape(config, model.config.get_text_config(decoder=True))
     target = Target(model, shape.taps)
     drafter = new_drafter(shape, config, target, seed).to(dtype).eval()
+    if parts.get("kind", "dflash") != "dflash":
+        stir(drafter, seed)
     return Toy(target, drafter, target.ends(torch.device("cpu")))
+
+
+def stir(drafter: Drafter, seed: int = 0, std: float = 0.3) -> Drafter:
+    """Random numbers in the parts that start at zero, so that they have a say."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for part in (module for module in drafter.modules() if isinstance(module, Part)):
+            for parameter in part.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter += (std * noise).to(parameter.dtype)
+    return drafter
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
@@ -89,6 +104,27 @@ def taught(block_size: int = 4) -> Toy:
         optimizer.zero_grad()
         nn.functional.cross_entropy(logits.flatten(0, 2), labels[:, :, 1:].flatten()).backward()
         optimizer.step()
+    return made
+
+
+LOOKING_BACK: dict[str, dict[str, Any]] = {
+    "dflash2": {"kind": "dflash2", "rank": 6},
+    "dflash2 free": {"kind": "dflash2", "rank": 6, "tables": "free"},
+    "dspark": {"kind": "dspark", "rank": 6},
+    "dspark free gated": {"kind": "dspark", "rank": 6, "tables": "free", "markov": "gated"},
+    "dspark windows": {"kind": "dspark", "rank": 6, "sliding_window": 5, "sliding_layers": [1]},
+}
+
+
+def looking_back(**parts: Any) -> Toy:
+    """`taught`'s drafter with parts that look back, random ones but for a small effect: some drafts stay right."""
+    plain = taught()
+    made = toy(3, **parts)
+    made.drafter.load_state_dict(plain.drafter.state_dict(), strict=False)
+    with torch.no_grad():
+        for part in (module for module in made.drafter.modules() if isinstance(module, Part)):
+            part.start(torch.Generator().manual_seed(0))
+    stir(made.drafter, 1, std=0.05)
     return made
 
 

@@ -21,7 +21,14 @@ def counts(mask: list[int], anchor: int, block_size: int) -> list[bool]:
 
 
 def attention(
-    query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor, anchor: Tensor
+    query: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
+    block_key: Tensor,
+    block_value: Tensor,
+    anchor: Tensor,
+    window: int = 1 << 30,
+    causal: bool = False,
 ) -> Tensor:
     """`[B, A, K, Q, D]`: one softmax for each row, block, slot and head, over the columns that it sees."""
     rows, blocks, slots, heads, width = query.shape
@@ -35,7 +42,11 @@ def attention(
                 key = torch.cat([context_key[b, :before, g], block_key[b, a, :, g]])
                 value = torch.cat([context_value[b, :before, g], block_value[b, a, :, g]])
                 for k in range(slots):
-                    weights = (key @ query[b, a, k, h] / math.sqrt(width)).softmax(0)
+                    scores = key @ query[b, a, k, h] / math.sqrt(width)
+                    # Column c of the context lies at c, slot j of the block at before + j.
+                    away = torch.tensor([before + k - c for c in range(before + slots)])
+                    hidden = (away >= window) | ((away < 0) if causal else (-away >= window))
+                    weights = scores.masked_fill(hidden, -torch.inf).softmax(0)
                     out[b, a, k, h] = weights @ value
     return out
 

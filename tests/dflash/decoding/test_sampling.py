@@ -1,6 +1,7 @@
 """Speculative sampling keeps the target's law: by enumeration of every outcome, and by counting draws."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from dflash.decoding.decode import DecodeLimits, plain, seeded, speculate
 from dflash.decoding.sampling import Proposal, Sampling, SeededDice, residual
+from dflash.model.selector import CandidateSelector
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -89,12 +91,17 @@ class Decoding(Run):
     limits: DecodeLimits
     sampling: Sampling
     alone: bool
+    confidence: float = 0.0
+    drafted: list[int] = field(default_factory=list)
 
     def __call__(self, dice: EveryOutcome) -> tuple[int, ...]:
         if self.alone:
             return plain(self.one.target, self.prompt, self.limits, self.sampling, dice).ids
         one = self.one
-        (decoded,) = speculate(one.target, one.drafter, one.ends, [self.prompt], self.limits, self.sampling, [dice])
+        (decoded,) = speculate(
+            one.target, one.drafter, one.ends, [self.prompt], self.limits, self.sampling, [dice], self.confidence
+        )
+        self.drafted += decoded.accepted
         return decoded.ids
 
 
@@ -149,6 +156,33 @@ def test_every_text_of_decoding_has_the_targets_probability(sampling: Sampling) 
     assert sum(expected.values()) == pytest.approx(1.0, abs=1e-12)
     assert found == pytest.approx(expected, abs=1e-12)
     assert len(expected) >= 4
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"kind": "dflash2", "rank": 4},
+        {"kind": "dspark", "rank": 4, "markov": "gated", "confidence": True},
+        {"kind": "dspark", "rank": 4, "tables": "free"},
+    ],
+    ids=["dflash2", "dspark with confidence", "dspark free"],
+)
+def test_every_text_has_the_targets_probability_when_drafts_look_back(parts: dict[str, Any]) -> None:
+    """The same proof with random parts. Two candidates of three tokens: the third is never drafted, but said."""
+    torch.manual_seed(0)
+    model = llama(vocab_size=3, eos_token_id=2, pad_token_id=None, bos_token_id=None, initializer_range=0.3)
+    one = toy(1, model=model, block_size=3, mask=1, **parts)
+    if isinstance(one.drafter.look_back, CandidateSelector):
+        one.drafter.look_back.count = 2
+    prompt, limits = torch.tensor([0, 1]), DecodeLimits(3, frozenset({2}))
+    expected = laws(Decoding(one, prompt, limits, WARM, alone=True))
+    lengths = set()
+    for confidence in (0.0, 0.5) if parts.get("confidence") else (0.0,):
+        seen: list[int] = []
+        found = laws(Decoding(one, prompt, limits, WARM, alone=False, confidence=confidence, drafted=seen))
+        assert found == pytest.approx(expected, abs=1e-12)
+        lengths.add(tuple(sorted(set(seen))))
+    assert len(lengths) == (2 if parts.get("confidence") else 1), "confidence changes how much is drafted"
 
 
 def test_sampled_tokens_pass_a_chi_square_test() -> None:

@@ -1,9 +1,11 @@
 """Teacher-forced τ equals real greedy decoding on rows that the target wrote itself; ids are practice cases."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from decoding_toys import STOP, Toy, prompts, taught, toy
+from decoding_toys import LOOKING_BACK, STOP, Toy, looking_back, prompts, taught, toy
 
 from dflash.decoding.decode import DecodeLimits, draft_logits, plain, seeded, speculate
 from dflash.decoding.sampling import Sampling, SeededDice
@@ -71,6 +73,21 @@ def test_every_anchor_accepts_what_one_block_at_a_time_would(monkeypatch: pytest
         monkeypatch.setattr("dflash.decoding.tau._LOGITS", logits)
         assert accepted_by_anchor(one.drafter, one.ends, rows, values) == expected
     assert {0, 3} <= {count for row in expected for count in row.values()}
+
+
+@pytest.mark.parametrize("parts", LOOKING_BACK.values(), ids=LOOKING_BACK)
+def test_walks_of_drafters_that_look_back_are_the_passes_of_real_decoding(parts: dict[str, Any]) -> None:
+    """Drafts look back at the true token, in decoding at the draft before: while a slot matters, it is the same."""
+    one, limits, lengths = looking_back(**parts), DecodeLimits(30), (6, 3, 12, 1, 8)
+    rows = written(one, lengths, limits)
+    by_row = accepted_by_anchor(one.drafter, one.ends, rows, features(one, rows))
+    walked = [walk(mask, by_anchor) for (_, mask), by_anchor in zip(rows, by_row, strict=True)]
+    dice = seeded(0, len(lengths), one.target.device)
+    real = speculate(one.target, one.drafter, one.ends, prompts(*lengths, seed=11), limits, GREEDY, dice)
+    assert [row.accepted for row in walked] == [decoded.accepted for decoded in real]
+    for (ids, _), decoded, length in zip(rows, real, lengths, strict=True):
+        assert tuple(ids[length:].tolist()) == decoded.ids, "the text is the target's"
+    assert len({count for row in walked for count in row.accepted}) > 1
 
 
 def test_rows_without_an_answer_have_no_passes() -> None:

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 import dflash.model.attention
 from dflash.model.attention import (
+    Window,
     attention_plan,
     block_attention,
     flex_mask,
@@ -119,3 +120,26 @@ def test_anchors_must_ascend() -> None:
 def test_bias_of_a_group_is_small() -> None:
     (groups,) = attention_plan(torch.arange(0, 1000, 10)[None], 1000, 16).groups
     assert sum(group.bias.numel() for group in groups) < 100 * 128
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_a_window_hides_what_is_too_far_on_every_path(size: int, causal: bool) -> None:
+    window = Window(size, causal)
+    tensors, anchor = make(2, 9, 3, 4, 2, 2), torch.tensor([[0, 3, 8], [2, 2, 9]])
+    expected = reference.attention(*tensors, anchor, size, causal)
+    out = block_attention(*tensors, attention_plan(anchor, 9, 4, window))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    upstream = torch.randn_like(out)
+    for a, b in zip(
+        *(torch.autograd.grad(x, tensors, upstream, allow_unused=True) for x in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=0, atol=1e-12)
+    for block in range(3):
+        alone = [tensors[0][:, block : block + 1], *tensors[1:3], *(t[:, block : block + 1] for t in tensors[3:])]
+        one = block_attention(*alone, one_block_plan(anchor[:, block : block + 1], 9, 4, window))
+        torch.testing.assert_close(one[:, 0], expected[:, block], rtol=0, atol=1e-12)
+    rule, shape = flex_mask(anchor, 9, 4, window)
+    mask = create_mask(rule, shape["B"], 1, shape["Q_LEN"], shape["KV_LEN"], device="cpu")
+    for b in range(2):
+        assert torch.equal(mask[b, 0], visible(anchor[b], 9, 4, window))
