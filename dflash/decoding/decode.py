@@ -22,6 +22,10 @@ from dflash.model.drafter import ContextState, Drafter
 from dflash.model.head import Head
 from dflash.target.frozen import Target
 
+_FLOAT32_TIE = 1e-3  # float32 sums in another order differ by about this much in a logit
+_TIE_ULPS = 4  # units in the last place of the best logit, for dtypes in which these are larger
+_TIED = 8  # ids that are looked at: with coarse logits more than two may be equal
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
@@ -48,7 +52,9 @@ class Decoded:
     emitted: tuple[int, ...]  # tokens by pass: accepted drafts and the bonus token
     accepted: tuple[int, ...]  # drafts that were accepted, by pass
     seconds: float  # of the whole batch that it was decoded in
-    gaps: tuple[float, ...] = ()  # how far the best logit was above the second, by token; only in plain decoding
+    ties: tuple[
+        frozenset[int], ...
+    ] = ()  # by token, ids that rounding could have made the best; plain decoding only
 
     @property
     def tau(self) -> float:
@@ -62,17 +68,29 @@ def plain(target: Target, prompt: Int[Tensor, " S"], limits: DecodeLimits, sampl
     end = room(target, prompt, limits.max_new_tokens)
     cache = DynamicCache(config=target.model.config)
     ids: list[int] = []
-    best: list[Tensor] = []
+    best: list[tuple[Tensor, Tensor]] = []
     pending = prompt
     while len(ids) < end and not (ids and ids[-1] in limits.stop_ids):
         logits, _ = target.forward(pending[None].to(target.device), cache, logits_to_keep=1)
         ids.append(int(sampling.choose(logits[0, -1:], dice)))
-        best.append(logits[0, -1].topk(2).values)
+        values, tokens = logits[0, -1].topk(min(_TIED, logits.shape[-1]))
+        best.append((values, tokens))
         pending = torch.tensor(ids[-1:])
     seconds = time.perf_counter() - start
     passes = len(ids) - 1
-    gaps = tuple((first - second).item() for first, second in best)
-    return Decoded(tuple(ids), (1,) * passes, (0,) * passes, seconds, gaps)
+    ties = tuple(tied(values, tokens) for values, tokens in best)
+    return Decoded(tuple(ids), (1,) * passes, (0,) * passes, seconds, ties)
+
+
+def tied(values: Float[Tensor, " n"], tokens: Int[Tensor, " n"]) -> frozenset[int]:
+    """Ids of descending logits that lie so close to the best one that rounding decides between them.
+
+    Sums in another order differ by units in the last place of the logit: by 2⁻⁷ of it each in bfloat16, so a fixed
+    bound for float32 would call every parting of bfloat16 texts a difference. A token further away is a real one.
+    """
+    best = values[0].item()
+    bound = max(_FLOAT32_TIE, _TIE_ULPS * torch.finfo(values.dtype).eps * abs(best))
+    return frozenset(tokens[values >= best - bound].tolist())
 
 
 def speculate(

@@ -17,9 +17,6 @@ from dflash.model.drafter import Drafter
 from dflash.model.head import Head
 from dflash.target.frozen import Target
 
-# Float32 sums in another order differ by about this much in a logit: below it, two tokens are a tie.
-NEAR_TIE = 1e-3
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -37,10 +34,10 @@ class Comparison:
 
     @property
     def near_tie(self) -> bool:
-        """Whether the texts part at a token where the target's two best logits were nearly equal."""
+        """Whether the texts part at a token that rounding could as well have made the target's best."""
         pairs = zip(self.plain.ids, self.speculative.ids, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        return first is not None and self.plain.gaps[first] < NEAR_TIE
+        return first is not None and self.speculative.ids[first] in self.plain.ties[first]
 
     @property
     def walk(self) -> RowWalk:
