@@ -193,9 +193,10 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         from safetensors.torch import save_file
 
-        from dflash.export.export import load_any, probe
+        from dflash.export.export import load_any
+        from dflash.export.written_out import probe
 
-        save_file({"hidden": probe(load_any(arguments.directory))}, arguments.out)
+        save_file(probe(load_any(arguments.directory)), arguments.out)
     return 0
 
 

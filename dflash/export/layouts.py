@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash.errors import CheckpointCorrupt, ConfigMismatch
+from dflash.export.part_fields import ARCHITECTURES, part_fields, read_parts, read_sliding, sliding_fields
 from dflash.model.drafter import Drafter, DrafterShape
 
 Layout = Literal["dflash", "speculators"]
@@ -44,8 +45,9 @@ def layout_config(layout: Layout, shape: DrafterShape, target: TargetFacts) -> J
 
 
 def _dflash(shape: DrafterShape, target: TargetFacts) -> Json:
+    parts = part_fields(shape)
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [ARCHITECTURES[shape.kind]],
         **_layers(shape, target),
         # Older readers look for the block size here, newer ones in dflash_config.
         "block_size": shape.block_size,
@@ -54,15 +56,17 @@ def _dflash(shape: DrafterShape, target: TargetFacts) -> Json:
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.taps),
             "target_layer_ids_are": DFLASH_TAPS,
+            **(parts if shape.kind == "dflash2" else {}),
         },
+        **(parts if shape.kind == "dspark" else {}),
         "num_target_layers": shape.num_target_layers,
     }
 
 
 def _speculators(shape: DrafterShape, target: TargetFacts) -> Json:
     return {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
+        "architectures": [ARCHITECTURES[shape.kind]],
+        "speculators_model_type": shape.kind,
         "speculators_version": "0.9.0",
         "transformer_layer_config": _layers(shape, target),
         "draft_vocab_size": shape.vocab_size,
@@ -72,11 +76,12 @@ def _speculators(shape: DrafterShape, target: TargetFacts) -> Json:
         "aux_hidden_state_layer_ids_are": SPECULATORS_TAPS,
         "num_target_layers": shape.num_target_layers,
         "mask_token_id": shape.mask_token_id,
+        **part_fields(shape),
         "sample_from_anchor": False,  # slot 0 shows the anchor's token and drafts nothing
         # A server takes the first of is_causal and this; vLLM 0.26 and 0.27 know this alone, and false means causal.
         "sliding_window_non_causal": True,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": shape.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -114,9 +119,7 @@ def _layers(shape: DrafterShape, target: TargetFacts) -> Json:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "is_causal": False,
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        **sliding_fields(shape),
         "max_window_layers": shape.num_layers,
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": False,
@@ -153,6 +156,8 @@ def read_config(value: Json) -> DrafterShape:
         rms_norm_eps=_need(layers, "rms_norm_eps"),
         max_position_embeddings=_need(layers, "max_position_embeddings"),
         rope_parameters=_rope(layers),
+        **read_sliding(layers),
+        **read_parts(value),
     )
 
 

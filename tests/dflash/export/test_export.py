@@ -19,13 +19,13 @@ from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.export.export import (
     export,
     gate,
-    probe,
     refuse_other_ends,
     refuse_silent_losses,
     target_facts,
     write_layout,
 )
 from dflash.export.layouts import layout_config, load_exported
+from dflash.export.written_out import probe
 from dflash.model.head import Head
 from dflash.training import checkpoint
 from dflash.training.checkpoint import State
@@ -70,7 +70,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], No
 
         change(Path(command[-2]))
         with torch.no_grad():
-            save_file({"hidden": probe(load_exported(Path(command[-2])))}, command[-1])
+            save_file(probe(load_exported(Path(command[-2]))), command[-1])
         return Done()
 
     monkeypatch.setattr(dflash.export.export.subprocess, "run", load)
@@ -100,7 +100,7 @@ def test_every_layout_is_reloaded_in_a_fresh_process(run: Path, one: Toy) -> Non
         assert all(torch.equal(tensors[name], value) for name, value in one.drafter.state_dict().items())
         assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
         with torch.no_grad():
-            assert torch.equal(probe(load_exported(directory)), probe(one.drafter))
+            assert torch.equal(probe(load_exported(directory))["hidden"], probe(one.drafter)["hidden"])
 
 
 def test_what_another_run_or_nobody_known_wrote_is_not_replaced(
@@ -223,10 +223,10 @@ def test_a_transposed_weight_is_made_contiguous(tmp_path: Path, one: Toy, monkey
 def test_every_tensor_moves_the_logits(one: Toy) -> None:
     head = one.ends[1]
     with torch.no_grad():
-        before = head.logits(probe(one.drafter))
+        before = head.logits(probe(one.drafter)["hidden"])
         for name, parameter in one.drafter.named_parameters():
             parameter += 1
-            assert float((head.logits(probe(one.drafter)) - before).abs().max()) > 1e-3, name
+            assert float((head.logits(probe(one.drafter)["hidden"]) - before).abs().max()) > 1e-3, name
             parameter -= 1
 
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.config import TargetConfig
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
-from dflash.export.export import probe
 from dflash.export.gguf_drafter import drafter_keys, drafter_of, drafter_tensors, load_gguf_drafter, rounded_drafter
 from dflash.export.gguf_file import Contents, read_gguf, read_keys, write_gguf
 from dflash.export.gguf_layout import refuse_differences, write_gguf_layout
 from dflash.export.gguf_tokenizer import tokenizer_keys
+from dflash.export.written_out import probe
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,9 +51,9 @@ def test_the_drafter_is_the_trainers_rounded_once(tmp_path: Path, one: Toy, want
     written(tmp_path, one, wanted)
     file = tmp_path / "gguf" / "drafter.gguf"
     with torch.no_grad():
-        ours, theirs = probe(rounded_drafter(one.drafter, wanted)), probe(load_gguf_drafter(file))
+        ours, theirs = probe(rounded_drafter(one.drafter, wanted))["hidden"], probe(load_gguf_drafter(file))["hidden"]
         assert torch.equal(ours, theirs)
-        assert torch.equal(theirs, probe(one.drafter)) == (wanted == "float32")
+        assert torch.equal(theirs, probe(one.drafter)["hidden"]) == (wanted == "float32")
     types = read_gguf(file).types
     assert types["output_norm.weight"] == types["blk.1.attn_q_norm.weight"] == "F32"
     assert types["fc.weight"] == {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}[wanted]
