@@ -52,9 +52,7 @@ class Decoded:
     emitted: tuple[int, ...]  # tokens by pass: accepted drafts and the bonus token
     accepted: tuple[int, ...]  # drafts that were accepted, by pass
     seconds: float  # of the whole batch that it was decoded in
-    ties: tuple[
-        frozenset[int], ...
-    ] = ()  # by token, ids that rounding could have made the best; plain decoding only
+    ties: tuple[frozenset[int], ...] = ()  # by token, ids that rounding could have made the best; plain decoding only
 
     @property
     def tau(self) -> float:
