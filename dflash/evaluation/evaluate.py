@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from cache.disk.manifest import Manifest
+from dflash.decoding.cost import measure_cost
 from dflash.decoding.tau import CONVENTION, RowWalk, acceptance_by_slot, tau, walk_rows
 from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.evaluation.comparison import Comparison, compare, facts, finite, sample
@@ -74,6 +75,8 @@ def evaluate(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
         lambda decoded: progress.advance(f"decoding, τ {decoded.tau:.2f}"),
     )
     value = _result(opened, after, held_out, walks, compared)
+    cost = measure_cost(target, drafters[1], ends, prompts[0][1])
+    value["decode"]["cost"] = {"pass_s": cost.passes, "block_s": cost.block, "break_even_tau": cost.break_even}
     value["decode"]["convention"] = convention(opened, target)
     value["samples"] = [sample(one, tokenizer) for one in compared[:3]]
     opened.run.write("evaluation.json", value)

@@ -72,7 +72,12 @@ def train(run: Path, config: dict[str, Any]) -> None:
 def evaluate(run: Path) -> None:
     tau = {"before": {"value": 1.0, "se": 0.01}, "after": {"value": 1.5, "se": 0.02}, "convention": "as decoded"}
     decode = {"prompts": 2, "max_new_tokens": 8, "identical": 2, "near_ties": 0, "lossless": True, "tau": 1.5}
-    decode |= {"plain_tokens_per_s": 10.0, "speculative_tokens_per_s": 8.0, "speedup": 0.8}
+    decode |= {
+        "plain_tokens_per_s": 10.0,
+        "speculative_tokens_per_s": 8.0,
+        "speedup": 0.8,
+        "cost": {"break_even_tau": 2.0},
+    }
     groups = {"math": {"value": 1.5, "se": None, "rows": 1}}
     write(run / "evaluation.json", {"tau": tau, "accepted_by_slot": [0.5, 0.2], "decode": decode, "by_group": groups})
     (run / "report.html").write_text("<html></html>")
