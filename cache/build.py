@@ -9,7 +9,6 @@ import errno
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, Cache
 from cache.key.behaviour import versions
 from cache.key.content import ContentKey, content_key
 from cache.key.file_hashes import State, states_of
-from cache.rows.audit import histogram
+from cache.rows.audit import counted, histogram
 from cache.rows.convert import Converter
 from cache.slices.make import Assembly, Tokeniser
 from cache.slices.pieces import PlacedPiece
@@ -38,7 +37,6 @@ from cache.source.list_columns import row_of
 from cache.source.open import Source, open_source
 
 TOKENISING = 0.98  # of a build's time, where there is something to tokenise
-MOST_QUOTED = 20  # reasons of one kind, in a manifest and so in messages: a source may have thousands of names
 WRITERS = 2  # ids and mask are written side by side
 
 
@@ -217,14 +215,14 @@ def _manifest(
         vocabulary=vocabulary,
         arrays=arrays,
         source_rows=counts.source_rows,
-        dropped=_counted(counts.dropped),
-        noted=_counted(counts.noted),
+        dropped=counted(counts.dropped),
+        noted=counted(counts.noted),
         truncated=counts.truncated,
         truncated_tokens=counts.truncated_tokens,
         dropped_tokens=counts.dropped_tokens,
         length_histogram=counts.length_histogram(),
         group_names=converter.group_names,
-        messages=_counted(audit.messages),
+        messages=counted(audit.messages),
         supervised_shares=histogram(audit.shares),
         answers_a_row=histogram(audit.answers),
         tokenizer=key.tokenizer | {"stop_ids": converter.stop_ids} if key.tokenizer else {},
@@ -288,14 +286,3 @@ def refuse_drops(manifest: Manifest, rows: RowsConfig) -> None:
             f"{rows.source}: {manifest.dropped_share:.1%} of the rows are dropped, expected at most "
             f"{rows.max_dropped:.1%} (rows.max_dropped); dropped: {reasons}. Repair the source, or raise the limit."
         )
-
-
-def _counted(counts: Counter[str]) -> dict[str, int]:
-    """By reason; of those that quote the source (`unknown_role: …`) the most frequent, the others of a kind as one."""
-    told: Counter[str] = Counter()
-    quoted: Counter[str] = Counter()
-    for reason, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        kind, colon, _ = reason.partition(": ")
-        quoted[kind] += bool(colon)
-        told[reason if quoted[kind] <= MOST_QUOTED or not colon else f"{kind}: others"] += number
-    return {reason: number for reason, number in sorted(told.items()) if number}

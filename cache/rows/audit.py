@@ -17,6 +17,9 @@ from cache.slices.pieces import Facts
 Histogram = tuple[tuple[int, int], ...]
 
 
+MOST_QUOTED = 20  # reasons of one kind, in a manifest and so in messages: a source may have thousands of names
+
+
 @dataclass(slots=True)
 class Audit:
     """Counts of the rows that are kept; `messages` counts all conversations, dropped ones included."""
@@ -54,6 +57,17 @@ class Audit:
                 f"{source}: {texts}: written around answers by the chat template, but in no row, expected in every. A "
                 "drafter would never learn where turns end. If all rows are cut before it, raise rows.max_tokens."
             )
+
+
+def counted(counts: Counter[str]) -> dict[str, int]:
+    """By reason; of those that quote the source (`unknown_role: …`) the most frequent, the others of a kind as one."""
+    told: Counter[str] = Counter()
+    quoted: Counter[str] = Counter()
+    for reason, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        kind, colon, _ = reason.partition(": ")
+        quoted[kind] += bool(colon)
+        told[reason if quoted[kind] <= MOST_QUOTED or not colon else f"{kind}: others"] += number
+    return {reason: number for reason, number in sorted(told.items()) if number}
 
 
 def histogram(counts: Counter[int]) -> Histogram:
