@@ -217,6 +217,11 @@ class RunConfig(_Model):
             raise ValueError("drafter.kind=dspark is its Markov head alone: drafter.rank=0 leaves nothing of it")
         if drafter.confidence and (drafter.kind != "dspark" or self.training.loss != "dspark"):
             raise ValueError("drafter.confidence needs drafter.kind=dspark, and training.loss=dspark, which trains it")
+        if "gguf" in self.export.layouts and (drafter.kind != "dflash" or drafter.sliding_window is not None):
+            raise ValueError(
+                "export.layouts: gguf is written for drafter.kind=dflash without drafter.sliding_window. Leave gguf "
+                "out, as with export.layouts=[dflash]"
+            )
         return self
 
 

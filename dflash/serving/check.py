@@ -59,8 +59,8 @@ def serve_check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
     log = path / "logs" / "server.log"
     log.parent.mkdir(exist_ok=True)
     progress = ProgressFile(opened.run, "serve-check", 3 * len(prompts), "answers")
-    with running(replace(settings, drafter=None), log) as url:
-        client = Client(url)
+    with running(replace(settings, drafter=None), log) as server:
+        client = Client(server.url)
         spelled = []
         for prompt in prompts:
             spelled.append(client.spell(prompt, config.max_new_tokens))
@@ -68,8 +68,8 @@ def serve_check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
         stop = _a_stop(spelled[0])
         alone = ask(client, prompts, config.max_new_tokens, stop, settings.context, progress)
         client.close()
-    with running(settings, log) as url:
-        client = Client(url)
+    with running(settings, log) as server:
+        client = Client(server.url)
         helped = ask(client, prompts, config.max_new_tokens, stop, settings.context, progress)
         client.close()
     ours = our_walks(opened, prompts, spelled)

@@ -19,7 +19,7 @@ from typing import Any
 
 from dflash.errors import ConfigMismatch, DflashError
 
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 5  # a server with an open request waits for it, and a request may have no end
 
 
 class ServerFailed(DflashError):
@@ -99,7 +99,9 @@ def serve(settings: ServerSettings, on_ready: Callable[[str], None], wait: Calla
         with contextlib.suppress(KeyboardInterrupt):
             wait()
     finally:
-        del server  # waits for its threads
+        signal.alarm(STOP_TIMEOUT_S)  # ends this process, whatever the server waits for
+        del server  # waits for its threads, and they for open requests
+        signal.alarm(0)
         signal.signal(signal.SIGTERM, before)
 
 
@@ -107,16 +109,26 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server in another process."""
+
+    url: str
+    wait: Callable[[], int]  # until it ends by itself; its exit code
+
+
 @contextlib.contextmanager
-def running(settings: ServerSettings, log: Path) -> Iterator[str]:
+def running(settings: ServerSettings, log: Path) -> Iterator[RunningServer]:
     """A server in a process of its own, which ends with the block, and with this process however that ends.
 
-    Gives its address; what it says goes to `log`. Raises ServerFailed where it does not begin to listen.
+    What it says goes to `log`. Raises ServerFailed where it does not begin to listen.
     """
     command = [sys.executable, "-m", "dflash", "serve", *settings.arguments()]
     with log.open("ab") as output:
         # It reads its input and ends where that does.
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output)
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
+        )
     assert child.stdin is not None
     assert child.stdout is not None
     try:
@@ -124,12 +136,11 @@ def running(settings: ServerSettings, log: Path) -> Iterator[str]:
         if said is None:
             tail = log.read_bytes()[-1500:].decode(errors="replace")
             raise ServerFailed(f"the server ended with exit code {child.wait()}. The end of {log}:\n{tail}")
-        url: str = json.loads(said)["url"]
-        yield url
+        yield RunningServer(json.loads(said)["url"], child.wait)
     finally:
         child.stdin.close()
         try:
-            child.wait(STOP_TIMEOUT_S)
+            child.wait(2 * STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

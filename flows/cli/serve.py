@@ -5,12 +5,14 @@ dflash-train serve demo --port 8080 --threads 4     # threads spin: not more tha
 """
 
 import argparse
+import contextlib
 import json
 import signal
 from dataclasses import replace
+from types import FrameType
 
 from cache.json_file import read_json
-from dflash.serving.server import is_installed, serve, settings_of
+from dflash.serving.server import ServerFailed, is_installed, running, settings_of
 from flows.errors import BadParameter
 from flows.runs.directory import in_use
 from flows.runs.parameters import run_directory
@@ -31,14 +33,23 @@ def main(arguments: list[str], program: str = "dflash-train") -> int:
     if exported is None:
         raise BadParameter(f"serve {options.name}: {run} holds no export. Train and export that run first.")
     settings = replace(settings_of(exported), port=options.port, threads=options.threads)
-    with in_use(run):
-        serve(settings, lambda url: _say(url, options.name), signal.pause)
+    log = run / "logs" / "serve.log"
+    log.parent.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, _stop)
+    with in_use(run), contextlib.suppress(KeyboardInterrupt), running(settings, log) as server:
+        _say(server.url, options.name)
+        code = server.wait()
+        raise ServerFailed(f"the server ended by itself with exit code {code}. {log} says what it did last.")
     console.print("Stopped.")
     return 0
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
 def _say(url: str, name: str) -> None:
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
     for line in (
         f"{name} is served by llama.cpp with its drafter. A page to type in: {url}",
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",

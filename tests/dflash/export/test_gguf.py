@@ -11,7 +11,7 @@ import torch
 from decoding_toys import VOCABULARY, Toy, llama, save_tokenizer, toy
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dflash.config import TargetConfig
+from dflash.config import RunConfig, TargetConfig
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.export.gguf_drafter import drafter_keys, drafter_of, drafter_tensors, load_gguf_drafter, rounded_drafter
 from dflash.export.gguf_file import Contents, read_gguf, read_keys, write_gguf
@@ -185,3 +185,11 @@ def test_the_way_of_splitting_words_has_llama_cpps_name_or_is_refused(
     assert keys["tokenizer.ggml.token_type"][2:6] == [3, 5, 1, 1]
     assert keys["tokenizer.ggml.merges"] == ["e f"]
     assert keys["tokenizer.ggml.add_bos_token"] is False
+
+
+@pytest.mark.parametrize("drafter", [{"kind": "dspark"}, {"kind": "dflash2"}, {"sliding_window": 2048}])
+def test_a_drafter_that_has_no_gguf_yet_is_refused_before_it_is_trained(drafter: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"export\.layouts: gguf is written for drafter\.kind=dflash"):
+        RunConfig.model_validate(
+            {"target": {"model": "-"}, "drafter": drafter, "export": {"layouts": ["dflash", "gguf"]}}
+        )

@@ -38,15 +38,15 @@ def test_texts_and_passes_are_those_of_our_decoder(made: tuple[Toy, ServerSettin
     alone = [plain(one.target, prompt, limits, greedy, die) for prompt, die in zip(asked, dice, strict=True)]
     ours = speculate(one.target, one.drafter, one.ends, asked, limits, greedy, dice)
     ids = [prompt.tolist() for prompt in asked]
-    with running(replace(settings, drafter=None), tmp_path / "log") as url:
-        client = Client(url)
+    with running(replace(settings, drafter=None), tmp_path / "log") as server:
+        client = Client(server.url)
         spelled = [client.spell(prompt, TOKENS) for prompt in ids]
         texts = [client.stream(prompt, TOKENS).text for prompt in ids]
         full = client.stream((ids[0] * 50)[:122], TOKENS, is_endless=True)
         client.close()
     assert [answer.ids for answer in spelled] == [answer.ids for answer in alone]
-    with running(settings, tmp_path / "log") as url:
-        client = Client(url)
+    with running(settings, tmp_path / "log") as server:
+        client = Client(server.url)
         helped = [client.stream(prompt, TOKENS) for prompt in ids]
         together = client.at_once(ids[:2], TOKENS)
         at_the_end = client.stream((ids[0] * 50)[:122], TOKENS, is_endless=True)

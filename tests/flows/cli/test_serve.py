@@ -1,13 +1,16 @@
 """`dflash-train serve NAME`: which files are served, and what is said."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cache.json_file import write_json
 from dflash.errors import ConfigMismatch
-from dflash.serving.server import ServerSettings
+from dflash.serving.server import RunningServer, ServerSettings
 from flows.cli import serve
 from flows.errors import BadParameter
 from flows.show.progress import console
@@ -18,11 +21,16 @@ def test_the_exported_files_are_served_until_it_is_told_to_stop(
 ) -> None:
     asked: list[ServerSettings] = []
 
-    def served(settings: ServerSettings, on_ready: Callable[[str], None], wait: Callable[[], object]) -> None:
-        asked.append(settings)
-        on_ready("http://127.0.0.1:9")
+    @contextlib.contextmanager
+    def served(settings: ServerSettings, log: Path) -> Iterator[RunningServer]:
+        def wait() -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("it was told to stop")
 
-    monkeypatch.setattr(serve, "serve", served)
+        asked.append(settings)
+        yield RunningServer("http://127.0.0.1:9", wait)
+
+    monkeypatch.setattr(serve, "running", served)
     gguf = {"target": "/t.gguf", "drafter": "/d.gguf", "drafts": 7, "positions": 2048}
     write_json(tmp_path / "runs/tiny/export.json", {"layouts": {"gguf": gguf}})
     with console.capture() as said:
