@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dflash.model.attention import AttentionPlan, Window, attention_plan, block_attention
 from dflash.model.convolution import Convolution
 from dflash.model.kinds import KINDS
+from dflash.model.lean import LeanNorm, autocast_dtype, swiglu
 from dflash.model.look_back import LookBack
 from dflash.model.markov import ConfidenceHead
 from dflash.model.rope import Rope, rotate
@@ -50,8 +50,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, shape.num_key_value_heads * head, bias=False)
         self.v_proj = nn.Linear(hidden, shape.num_key_value_heads * head, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * head, hidden, bias=False)
-        self.q_norm = Norm(head, eps=shape.rms_norm_eps)
-        self.k_norm = Norm(head, eps=shape.rms_norm_eps)
+        self.q_norm = LeanNorm(head, eps=shape.rms_norm_eps)
+        self.k_norm = LeanNorm(head, eps=shape.rms_norm_eps)
 
     def keys(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of `hidden [..., H]`, each `[..., G, D]`."""
@@ -76,7 +76,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        out: Tensor = self.down_proj(swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
         return out
 
 
@@ -85,9 +85,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = LeanNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = LeanNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = MLP(shape)
         convolved = KINDS[shape.kind].convolutions
         self.attention_conv = Convolution(shape) if convolved else None
@@ -115,7 +115,7 @@ class Drafter(nn.Module):
         self.shape = shape
         self.rope = Rope(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         self.fc = nn.Linear(len(shape.taps) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.hidden_norm = LeanNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         head = KINDS[shape.kind].look_back
@@ -131,7 +131,7 @@ class Drafter(nn.Module):
 
     def context(self, features: Float[Tensor, "B S N*H"], start: Int[Tensor, " B"] | None = None) -> list[ContextState]:
         """Keys and values of every layer for features at positions start, start+1, … of each row; None: from 0 on."""
-        fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        fused = self.hidden_norm(self.fc(features.to(autocast_dtype(features.device) or self.fc.weight.dtype)))
         positions = torch.arange(features.shape[1], device=features.device)
         if start is not None:
             positions = start[:, None] + positions

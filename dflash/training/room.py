@@ -44,16 +44,16 @@ class PassBytes:
 def estimated_bytes(shape: DrafterShape) -> PassBytes:
     """What autograd keeps under bfloat16 autocast, counted from the shapes, where nothing can be measured.
 
-    Of a layer and slot: gate, its silu, up and their product; the two norms' outputs, cast for five products; the
-    residual and queries and keys before their norms, in float32; what attention reads and makes.
+    Of a layer and slot, all in bfloat16: gate, up and their product; the two norms' inputs and outputs; queries and
+    keys before their norms; what attention reads and makes.
     """
     hidden, heads, groups, width = shape.hidden_size, shape.num_heads, shape.num_key_value_heads, shape.head_dim
-    layer = 8 * shape.intermediate_size + 18 * hidden + (8 * heads + 8 * groups) * width
-    features = 6 * len(shape.taps) * hidden  # in bfloat16, in float32, and cast for the product
-    key_value = 10 * groups * width
+    layer = 6 * shape.intermediate_size + 8 * hidden + (6 * heads + 6 * groups) * width
+    features = 2 * len(shape.taps) * hidden
+    key_value = 6 * groups * width
     return PassBytes(
         slot=shape.num_layers * layer + 6.0 * hidden,
-        token=features + 8.0 * hidden + shape.num_layers * (key_value + 2.0 * hidden),
+        token=features + 4.0 * hidden + shape.num_layers * key_value,
     )
 
 
