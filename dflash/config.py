@@ -217,10 +217,12 @@ class RunConfig(_Model):
             raise ValueError("drafter.kind=dspark is its Markov head alone: drafter.rank=0 leaves nothing of it")
         if drafter.confidence and (drafter.kind != "dspark" or self.training.loss != "dspark"):
             raise ValueError("drafter.confidence needs drafter.kind=dspark, and training.loss=dspark, which trains it")
-        if "gguf" in self.export.layouts and (drafter.kind != "dflash" or drafter.sliding_window is not None):
+        if "gguf" in self.export.layouts and (
+            drafter.sliding_window is not None or drafter.confidence or drafter.markov == "gated"
+        ):
             raise ValueError(
-                "export.layouts: gguf is written for drafter.kind=dflash without drafter.sliding_window. Leave gguf "
-                "out, as with export.layouts=[dflash]"
+                "export.layouts: gguf is not written with drafter.sliding_window, drafter.confidence or a gated Markov "
+                "head. Leave gguf out, as with export.layouts=[dflash]"
             )
         return self
 

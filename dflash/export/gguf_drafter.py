@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash.config import GgufType
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.export.gguf_file import Contents, read_gguf, rounded
+from dflash.model.convolution import GROUP, TAPS
 from dflash.model.drafter import Drafter, DrafterShape
 
 _OUTER = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
@@ -30,12 +31,52 @@ _INNER = {
 }
 
 
+_CONVOLUTIONS = {"attention_conv": "attn_conv", "mlp_conv": "ffn_conv"}
+_TABLES = {
+    "dflash": {},
+    "dflash2": {
+        "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+        "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+        "candidate_selector.successor_codebook": "selector_successor.weight",
+    },
+    "dspark": {
+        "markov_head.markov_w1.weight": "markov_w1.weight",
+        "markov_head.markov_w2.weight": "markov_w2.weight",
+    },
+}
+
+
 def tensor_names(shape: DrafterShape) -> dict[str, str]:
     """llama.cpp's name of every tensor, by ours."""
-    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _OUTER.items()}
+    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _OUTER.items()} | _TABLES[shape.kind]
     for i in range(shape.num_layers):
         names |= {f"layers.{i}.{ours}.weight": f"blk.{i}.{theirs}.weight" for ours, theirs in _INNER.items()}
+        for ours, theirs in _CONVOLUTIONS.items() if shape.kind == "dflash2" else ():
+            names[f"layers.{i}.{ours}.base_kernel"] = f"blk.{i}.{theirs}_base"
+            names[f"layers.{i}.{ours}.kernel_projection.weight"] = f"blk.{i}.{theirs}_proj.weight"
     return names
+
+
+def part_keys(shape: DrafterShape) -> dict[str, Any]:
+    """The keys of a kind's parts; llama.cpp takes the rank of a Markov head from its tensors, we from a key."""
+    if shape.kind == "dflash2":
+        return {
+            "dflash.conv_kernel_size": TAPS,
+            "dflash.conv_group_size": GROUP,
+            "dflash.selector_rank": shape.rank,
+            "dflash.selector_top_k": shape.candidates,
+        }
+    return {"dflash.markov_rank": shape.rank} if shape.kind == "dspark" else {}
+
+
+def read_parts(keys: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a DrafterShape, from those keys."""
+    if "dflash.selector_rank" in keys:
+        rank, candidates = keys["dflash.selector_rank"], keys.get("dflash.selector_top_k", 0)
+        return {"kind": "dflash2", "rank": rank, "candidates": candidates, "tables": "free"}
+    if "dflash.markov_rank" in keys:
+        return {"kind": "dspark", "rank": keys["dflash.markov_rank"], "tables": "free"}
+    return {}
 
 
 def drafter_keys(shape: DrafterShape, tokenizer: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +103,7 @@ def drafter_keys(shape: DrafterShape, tokenizer: dict[str, Any]) -> dict[str, An
         "dflash.block_size": shape.block_size,
         "dflash.sample_from_anchor": False,  # true, and the key's absence, mean that slot 0 predicts
         "dflash.target_layers": [tap + 1 for tap in shape.taps],
+        **part_keys(shape),
         **tokenizer,
         "tokenizer.ggml.mask_token_id": shape.mask_token_id,
     }
@@ -123,6 +165,7 @@ def read_shape(keys: dict[str, Any], num_target_layers: int = 0) -> DrafterShape
         rms_norm_eps=need("dflash.attention.layer_norm_rms_epsilon"),
         max_position_embeddings=need("dflash.context_length"),
         rope_parameters=rope,
+        **read_parts(keys),
     )
     for key, value in drafter_keys(shape, {}).items():
         if need(key) != value:

@@ -37,8 +37,8 @@ class Contents:
 
 
 def tensor_type(tensor: Tensor, wanted: GgufType) -> gguf.GGMLQuantizationType:
-    """The type that a tensor is written in: blocks of q8_0 are 32 wide, narrower rows stay float16."""
-    if tensor.dim() < 2:
+    """The type that a tensor is written in: matrices as wanted, but blocks of q8_0 are 32 wide."""
+    if tensor.dim() != 2:  # norms and convolutions are added and multiplied element by element
         return gguf.GGMLQuantizationType.F32
     if wanted == "q8_0" and tensor.shape[-1] % 32:
         return gguf.GGMLQuantizationType.F16

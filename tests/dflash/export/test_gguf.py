@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dflash.export.gguf_drafter import drafter_keys, drafter_of, drafter_tensors
 from dflash.export.gguf_file import Contents, read_gguf, read_keys, write_gguf
 from dflash.export.gguf_layout import refuse_differences, write_gguf_layout
 from dflash.export.gguf_tokenizer import tokenizer_keys
-from dflash.export.written_out import probe
+from dflash.export.written_out import probe, written_out
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,6 +59,42 @@ def test_the_drafter_is_the_trainers_rounded_once(tmp_path: Path, one: Toy, want
     assert types["output_norm.weight"] == types["blk.1.attn_q_norm.weight"] == "F32"
     assert types["fc.weight"] == {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}[wanted]
     assert types["blk.0.ffn_down.weight"] != "Q8_0"  # its rows of 48 are no whole blocks
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "tensors"),
+    [
+        ("dspark", {"dflash.markov_rank": 6}, {"markov_w1.weight", "markov_w2.weight"}),
+        (
+            "dflash2",
+            {
+                "dflash.conv_kernel_size": 2,
+                "dflash.conv_group_size": 16,
+                "dflash.selector_rank": 6,
+                "dflash.selector_top_k": 16,
+            },
+            {
+                *(f"selector_{part}.weight" for part in ("predecessor", "successor", "hidden")),
+                *(f"blk.1.{part}_conv_{name}" for part in ("attn", "ffn") for name in ("base", "proj.weight")),
+            },
+        ),
+    ],
+)
+def test_a_drafter_that_looks_back_is_read_back_whole(
+    tmp_path: Path, kind: Any, keys: dict[str, int], tensors: set[str]
+) -> None:
+    one = toy(dtype=torch.float32, kind=kind, rank=6)
+    out = replace(one, drafter=written_out(one.drafter, one.ends))
+    written(tmp_path, out)
+    file = tmp_path / "gguf" / "drafter.gguf"
+    assert keys.items() <= read_keys(file).items()
+    found = read_gguf(file)
+    assert tensors <= found.tensors.keys()
+    assert {found.types[name] for name in tensors if name.endswith("_base")} <= {"F32"}
+    with torch.no_grad():
+        ours, theirs = probe(rounded_drafter(out.drafter, "float16")), probe(load_gguf_drafter(file))
+    assert ours.keys() == theirs.keys() == {"hidden", "bonus"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_keys_mean_what_llama_cpp_reads(tmp_path: Path, one: Toy) -> None:
@@ -187,9 +224,11 @@ def test_the_way_of_splitting_words_has_llama_cpps_name_or_is_refused(
     assert keys["tokenizer.ggml.add_bos_token"] is False
 
 
-@pytest.mark.parametrize("drafter", [{"kind": "dspark"}, {"kind": "dflash2"}, {"sliding_window": 2048}])
+@pytest.mark.parametrize(
+    "drafter",
+    [{"sliding_window": 2048}, {"kind": "dspark", "markov": "gated"}, {"kind": "dspark", "confidence": True}],
+)
 def test_a_drafter_that_has_no_gguf_yet_is_refused_before_it_is_trained(drafter: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"export\.layouts: gguf is written for drafter\.kind=dflash"):
-        RunConfig.model_validate(
-            {"target": {"model": "-"}, "drafter": drafter, "export": {"layouts": ["dflash", "gguf"]}}
-        )
+    config = {"target": {"model": "-"}, "drafter": drafter, "training": {"loss": "dspark"}}
+    with pytest.raises(ValueError, match=r"export\.layouts: gguf is not written with drafter\.sliding_window"):
+        RunConfig.model_validate(config | {"export": {"layouts": ["dflash", "gguf"]}})
