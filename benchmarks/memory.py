@@ -2,14 +2,15 @@
 
     python benchmarks/memory.py [--slots 256]
 
-1. One layer at Qwen3-8B's widths on the CPU under bfloat16 autocast: bytes that autograd keeps, each storage once,
-   without the weights, of two sizes of pass; `mb_per_slot` is five times the slope. On a GPU norms and attention run in
-   other kernels: the estimate from the shapes (dflash/training/room.py) is beside it.
+1. One and two layers at Qwen3-8B's widths on the CPU under bfloat16 autocast: bytes that autograd keeps, each storage
+   once, without the weights, of two sizes of pass. `mb_per_slot`: the slope of one layer and four times what a second
+   adds; so for each `training.recompute`. On a GPU norms and attention run in other kernels: the estimate from the
+   shapes (dflash/training/room.py) is beside it.
 2. `predicted_vs_measured`: bytes a slot and a token from one pass with all and with half of its anchors, as a run
    measures them before its first step, foretell a pass of another shape; what that one really keeps is counted.
 3. The published recipe over the rows of `_rows.py`, cut at 3,072 tokens: the largest pass that fits an H100 of 80 GB
    and an H200 of 141 GB beside a target and a drafter, and the peak. Estimated: nothing here runs on a GPU.
-Goals: ≤ 0.5 MB a slot; predicted 0.9 to 1.1 of measured; both GPUs fit. Last line: JSON.
+Goals: ≤ 0.5 MB a slot, ≤ 0.15 with recompute=layers; predicted 0.9 to 1.1 of measured; both GPUs fit. Last line: JSON.
 """
 
 import argparse
@@ -25,11 +26,12 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from balance import plan, rows_of  # noqa: E402
 
 from cache.batches.passes import PassRoom, cut_passes  # noqa: E402
-from dflash.model.drafter import Drafter, DrafterShape  # noqa: E402
+from dflash.model.drafter import Drafter, DrafterShape, Recompute  # noqa: E402
 from dflash.training.assumed import fixed_bytes  # noqa: E402
 from dflash.training.room import PassBytes, estimated_bytes, room_for, saved_bytes  # noqa: E402
 
 LAYERS, ROWS = 5, 200_000
+MODES: tuple[Recompute, ...] = ("none", "mlp", "layers")
 SHAPE = DrafterShape(
     hidden_size=4096,
     intermediate_size=12_288,
@@ -89,12 +91,17 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     anchors = given.slots // SHAPE.block_size
-    with torch.no_grad():
-        layer = Drafter(SHAPE)
-    one = (kept(layer, 64, 2 * anchors) - kept(layer, 64, anchors)) / (anchors * SHAPE.block_size)
-    del layer
+    result, slopes = {}, {}
+    for layers in (1, 2):
+        drafter = Drafter(replace(SHAPE, num_layers=layers))
+        for drafter.recompute in MODES:
+            more = kept(drafter, 64, 2 * anchors) - kept(drafter, 64, anchors)
+            slopes[layers, drafter.recompute] = more / (anchors * SHAPE.block_size)
+    for mode in MODES:
+        slope = slopes[1, mode] + (LAYERS - 1) * (slopes[2, mode] - slopes[1, mode])
+        result["mb_per_slot" if mode == "none" else f"mb_per_slot_{mode}"] = round(slope / 1e6, 3)
     estimate = estimated_bytes(replace(SHAPE, num_layers=LAYERS))
-    result = {"mb_per_slot": round(LAYERS * one / 1e6, 3), "mb_per_slot_estimated": round(estimate.slot / 1e6, 3)}
+    result["mb_per_slot_estimated"] = round(estimate.slot / 1e6, 3)
     print(
         f"kept a slot by five layers: {result['mb_per_slot']} MB measured on the CPU, "
         f"{result['mb_per_slot_estimated']} MB estimated for a GPU"

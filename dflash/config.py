@@ -111,6 +111,11 @@ class TrainingConfig(_Model):
     pass_slots: int | None = Field(
         None, description="slots of one forward and backward pass at most, padding included; None: as many as fit", ge=1
     )
+    recompute: Literal["none", "mlp", "layers"] = Field(
+        "none",
+        description="what a backward pass makes again instead of keeping it: nothing, the MLPs or whole layers; more "
+        "slots fit a pass, and it takes longer",
+    )
     epochs_per_run: int | None = Field(None, description="end this run after so many epochs; the next goes on", ge=1)
     stop_after_s: float | None = Field(None, description="end this run after so many seconds; the next goes on", gt=0)
     checkpoint_every_steps: int = Field(500, description="steps between checkpoints", ge=1)
@@ -130,6 +135,7 @@ NOT_LEARNED = (
     "features",
     "processes",
     "pass_slots",
+    "recompute",
     "epochs_per_run",
     "stop_after_s",
     "checkpoint_every_steps",

@@ -8,11 +8,12 @@ The embedding and the head are the target's and stay there; parameter names are 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dflash.model.attention import AttentionPlan, Window, attention_plan, block_attention
 from dflash.model.convolution import Convolution
@@ -22,6 +23,8 @@ from dflash.model.look_back import LookBack
 from dflash.model.markov import ConfidenceHead
 from dflash.model.rope import Rope, rotate
 from dflash.model.shape import DrafterShape as DrafterShape
+
+Recompute = Literal["none", "mlp", "layers"]  # what the backward pass makes again instead of keeping it
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +96,33 @@ class Layer(nn.Module):
         self.attention_conv = Convolution(shape) if convolved else None
         self.mlp_conv = Convolution(shape) if convolved else None
 
-    def forward(self, block: Tensor, context: ContextState, plan: AttentionPlan, angles: Tensor) -> Tensor:
+    def forward(
+        self, block: Tensor, context: ContextState, plan: AttentionPlan, angles: Tensor, recompute: Recompute = "none"
+    ) -> Tensor:
+        if recompute == "layers":
+            return _made_again(lambda hidden: self._second(self._first(hidden, context, plan, angles)), block)
+        block = self._first(block, context, plan, angles)
+        return _made_again(self._second, block) if recompute == "mlp" else self._second(block)
+
+    def _first(self, block: Tensor, context: ContextState, plan: AttentionPlan, angles: Tensor) -> Tensor:
         def attend(normed: Tensor) -> Tensor:
             attended: Tensor = self.self_attn(normed, context, plan, angles)
             return attended
 
-        block = block + _around(self.attention_conv, self.input_layernorm(block), attend)
+        return block + _around(self.attention_conv, self.input_layernorm(block), attend)
+
+    def _second(self, block: Tensor) -> Tensor:
         return block + _around(self.mlp_conv, self.post_attention_layernorm(block), self.mlp)
 
 
 def _around(convolution: Convolution | None, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
     out: Tensor = sublayer(normed) if convolution is None else convolution(normed, sublayer)
+    return out
+
+
+def _made_again(part: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
+    """`part(block)`, of which only `block` is kept; there is nothing random in it."""
+    out: Tensor = checkpoint(part, block, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
@@ -113,6 +132,7 @@ class Drafter(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         self.shape = shape
+        self.recompute: Recompute = "none"
         self.rope = Rope(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         self.fc = nn.Linear(len(shape.taps) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = LeanNorm(shape.hidden_size, eps=shape.rms_norm_eps)
@@ -149,7 +169,7 @@ class Drafter(nn.Module):
         plans = {window: attention_plan(anchor, *size, window) for window in windows}
         hidden = embedded
         for number, (layer, state) in enumerate(zip(self._layers(), context, strict=True)):
-            hidden = layer(hidden, state, plans[self._window(number)], angles)
+            hidden = layer(hidden, state, plans[self._window(number)], angles, self.recompute)
         out: Tensor = self.norm(hidden)
         return out
 

@@ -86,7 +86,7 @@ def _seconds(opened: OpenRun, machine: Assumed, work: _Work) -> tuple[float, flo
 
 def _memory(opened: OpenRun, machine: Assumed) -> list[str]:
     """The largest pass that fits a GPU, with and without a target beside the drafter."""
-    kept, lines = estimated_bytes(opened.shape), []
+    kept, lines = estimated_bytes(opened.shape, opened.config.training.recompute), []
     for name, target in (("drafter alone", 0.0), ("target beside it", target_bytes(opened.config, opened))):
         fixed = fixed_bytes(opened.shape, target)
         room = room_for(kept, 0.75 * 0.9 * (machine.memory_gb * 1e9 - fixed))

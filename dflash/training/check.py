@@ -41,7 +41,7 @@ def check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
         measured = _measure(opened, plan)
     except torch.OutOfMemoryError as error:
         measured = _unmeasured(opened)
-        need = estimated_bytes(opened.shape).of(plan.room.tokens, plan.room.slots)
+        need = estimated_bytes(opened.shape, opened.config.training.recompute).of(plan.room.tokens, plan.room.slots)
         refusals.append(
             f"memory: a pass of {plan.room.slots:,} slots keeps about {need / 1e9:.1f} GB (estimated) beside target, "
             f"drafter and optimizer, and the device has no room for it: {error}. Lower training.anchors, put the "

@@ -17,7 +17,7 @@ from cache.batches.gather import Buffers
 from cache.batches.passes import PassRoom
 from dflash.batch import FeatureBatch
 from dflash.host import free_bytes
-from dflash.model.drafter import DrafterShape
+from dflash.model.drafter import DrafterShape, Recompute
 from dflash.pipeline.device import Lane, Stopwatch, receive
 from dflash.pipeline.train_plan import MOST, TrainPlan
 from dflash.target.frozen import Target
@@ -41,18 +41,24 @@ class PassBytes:
         return self.slot * slots + self.token * tokens
 
 
-def estimated_bytes(shape: DrafterShape) -> PassBytes:
+def estimated_bytes(shape: DrafterShape, recompute: Recompute = "none") -> PassBytes:
     """What autograd keeps under bfloat16 autocast, counted from the shapes, where nothing can be measured.
 
     Of a layer and slot, all in bfloat16: gate, up and their product; the two norms' inputs and outputs; queries and
-    keys before their norms; what attention reads and makes.
+    keys before their norms; what attention reads and makes. What is made again keeps its input, the residual in
+    float32; of one layer at a time all is there while its gradient is computed.
     """
     hidden, heads, groups, width = shape.hidden_size, shape.num_heads, shape.num_key_value_heads, shape.head_dim
-    layer = 6 * shape.intermediate_size + 8 * hidden + (6 * heads + 6 * groups) * width
+    attention, mlp = 4 * hidden + (6 * heads + 6 * groups) * width, 4 * hidden + 6 * shape.intermediate_size
+    layer, at_once = {
+        "none": (attention + mlp, 0),
+        "mlp": (attention + 4 * hidden, mlp),
+        "layers": (4 * hidden, attention + mlp),
+    }[recompute]
     features = 2 * len(shape.taps) * hidden
     key_value = 6 * groups * width
     return PassBytes(
-        slot=shape.num_layers * layer + 6.0 * hidden,
+        slot=shape.num_layers * layer + at_once + 6.0 * hidden,
         token=features + 4.0 * hidden + shape.num_layers * key_value,
     )
 

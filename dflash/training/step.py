@@ -36,6 +36,7 @@ class Trainer:
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.drafter = drafter.train()
+        drafter.recompute = config.recompute
         self.embedding = embedding
         self.head = head
         self.config = config

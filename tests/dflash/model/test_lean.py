@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from batches import SHAPE
 from torch import Tensor, nn
 
-from dflash.model.drafter import Drafter
+from dflash.model.drafter import Drafter, Recompute
 from dflash.model.lean import LeanNorm, swiglu
 from dflash.training.room import estimated_bytes, saved_bytes
 
@@ -48,3 +48,27 @@ def test_a_slot_keeps_what_is_estimated_from_the_shapes() -> None:
 
     slot = (kept(16) - kept(8)) / (8 * shape.block_size)
     assert slot == pytest.approx(estimated_bytes(shape).slot, rel=0.1)
+
+
+def test_what_is_made_again_gives_the_same_bits_and_is_not_kept() -> None:
+    shape = replace(SHAPE, hidden_size=64, intermediate_size=192, head_dim=32, num_layers=3)
+    torch.manual_seed(0)
+    drafter = Drafter(shape)
+    features, anchor = torch.randn(2, 20, drafter.fc.in_features), torch.tensor([[2, 9, 15], [1, 4, 20]])
+    embedded = torch.randn(2, 3, shape.block_size, 64)
+
+    def run(recompute: Recompute) -> tuple[list[Tensor], int]:
+        drafter.recompute = recompute
+        drafter.zero_grad()
+        made: list[Tensor] = []
+        kept = saved_bytes(lambda: made.append(drafter(features, embedded, anchor)), drafter.parameters())
+        made[0].square().sum().backward()
+        return [made[0], *(parameter.grad for parameter in drafter.parameters() if parameter.grad is not None)], kept
+
+    whole, most = run("none")
+    for recompute in ("mlp", "layers"):
+        made, kept = run(recompute)
+        assert len(made) == len(whole)
+        assert all(map(torch.equal, made, whole))
+        assert kept < 0.8 * most
+        most = kept
