@@ -27,6 +27,7 @@ from dflash.training.metrics import Window, write_line
 from dflash.training.monitor import Monitor
 from dflash.training.open_run import OpenRun, changed_settings, open_run, refuse_changed
 from dflash.training.parts import make_parts
+from dflash.training.provenance import gpu_memory, provenance
 from dflash.training.train_result import result
 from dflash.training.until import NO_LIMIT, Until
 
@@ -141,7 +142,8 @@ class _Run:
         if self.ranks.leads:
             run.rewind_metrics(start.epoch, start.step)
             self.curves = Curves(run.path / "tensorboard", start.steps_total)
-            run.record("start", epoch=start.epoch, step=start.step, threads=start.threads, processes=self.ranks.size)
+            where = {"epoch": start.epoch, "step": start.step, "threads": start.threads, "processes": self.ranks.size}
+            run.record("start", **where, **provenance())
         if self.features is not None:
             fill_features(self.features, self.plan, self.target, start, run, self.ranks)
         self.total = sum(self.plan.steps(epoch) for epoch in range(epochs))
@@ -255,6 +257,7 @@ class _Run:
         sentence = bottleneck(stages, shared=self.pipeline.shares_device, reuse=self.features is not None)
         if self.ranks.leads:
             facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
+            facts["gpu_memory_bytes"] = gpu_memory()
             line = write_line(self.opened.run, window, report, seconds, facts)
             self.curves.add(self.state.steps_total + 1, of_line(line))
             speed = window.tokens / seconds if seconds else 0.0
