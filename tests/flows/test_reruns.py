@@ -150,14 +150,7 @@ def edit_lengths(copy: Copy) -> None:
     copy.rows["max_tokens"] = 4
 
 
-def edit_template(copy: Copy) -> None:
-    (copy.directory / "template.jinja").write_text("{{ messages[0].content }}")
-    copy.rows["template"] = str(copy.directory / "template.jinja")
-
-
-@pytest.mark.parametrize(
-    "edit", [edit_converter, edit_helper, edit_source, edit_tokenizer, edit_policy, edit_lengths, edit_template]
-)
+@pytest.mark.parametrize("edit", [edit_converter, edit_helper, edit_source, edit_tokenizer, edit_policy, edit_lengths])
 def test_edit_that_may_change_a_token_runs_again(copy: Copy, unedited: str, edit: Callable[[Copy], None]) -> None:
     """By the key alone: a preparation runs when the key is new (`test_edited_helper_runs_the_conversion_again`)."""
     edit(copy)

@@ -59,8 +59,10 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def unset() -> Iterator[None]:
     """No server is set, and a proxy that leads nowhere is."""
     from prefect.context import refresh_global_settings_context
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with pytest.MonkeyPatch.context() as patch:
+    # A test harness of the same process may have set one.
+    with pytest.MonkeyPatch.context() as patch, temporary_settings(restore_defaults={PREFECT_API_URL}):
         for name in ("PREFECT_API_URL", "no_proxy", "NO_PROXY"):
             patch.setenv(name, "")  # so that it is put back
             patch.delenv(name)
