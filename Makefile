@@ -33,7 +33,7 @@ demo: setup
 	@$(BIN)/dflash-train demo
 
 test: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-e2e: setup
 	@$(BIN)/python -m pytest -m e2e tests/e2e

@@ -65,16 +65,16 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 def shape(small: bool) -> DrafterShape:
     return DrafterShape(
-        hidden_size=256 if small else 4096,
-        intermediate_size=512 if small else 12288,
+        hidden_size=64 if small else 4096,
+        intermediate_size=128 if small else 12288,
         num_heads=4 if small else 32,
         num_key_value_heads=2 if small else 8,
-        head_dim=64 if small else 128,
+        head_dim=16 if small else 128,
         num_layers=2 if small else 5,
         block_size=16,
         taps=(1, 3) if small else (1, 9, 17, 25, 33),
         num_target_layers=6 if small else 36,
-        vocab_size=1024 if small else 151936,
+        vocab_size=256 if small else 151936,
         mask_token_id=7,
         rms_norm_eps=1e-6,
         max_position_embeddings=40960,

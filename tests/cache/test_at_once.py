@@ -21,7 +21,7 @@ def work(home: Path, source: Path, seed: int, seconds: float) -> Counter[str]:
     from cache.config import RowsConfig
     from cache.disk.removal import drop_slices, entries, remove
     from cache.disk.store import TokenCache
-    from cache.errors import CacheIncomplete, CacheInUse
+    from cache.errors import CacheIncomplete, CacheInUse, CacheMismatch
 
     chosen, done, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     while time.monotonic() < end:
@@ -50,7 +50,11 @@ def work(home: Path, source: Path, seed: int, seconds: float) -> Counter[str]:
             except CacheInUse:
                 done["kept, in use"] += 1
             except FileNotFoundError:
-                done["removed by the other one first"] += 1
+                done["gone before it was removed"] += 1
+            except CacheMismatch as error:
+                if "not a directory" not in str(error):
+                    raise
+                done["gone before it was removed"] += 1
             drop_slices(home)
             entries(home)
         done[what] += 1

@@ -27,8 +27,18 @@ MASK_TOKEN = 60
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
 _CONTEXT = multiprocessing.get_context("forkserver")
-_MODULES = ("training", "evaluate", "export", "check", "generate")
-_CONTEXT.set_forkserver_preload([f"dflash.{name}" for name in _MODULES])
+# All that a run imports, at its start or on the way. The server passes over a name that is not there.
+PRELOADED = (
+    "dflash.training.train",
+    "dflash.training.check",
+    "dflash.evaluation.evaluate",
+    "dflash.export.export",
+    "dflash.answers.generate",
+    "transformers.models.llama.modeling_llama",
+    "torch.utils.tensorboard",
+    "pytest",
+)
+_CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 def make_target(directory: Path, layers: int = 5) -> Path:

@@ -169,7 +169,7 @@ def test_the_selectors_gradient_passes_gradcheck_with_a_softcap(softcap: float |
     def total(h: Tensor, r: Tensor, _: Tensor) -> Tensor:
         return part.loss(h, r, Ends(*given, drafter.norm.weight), slots).total
 
-    assert torch.autograd.gradcheck(total, (hidden, read, table))
+    assert torch.autograd.gradcheck(total, (hidden, read, table), fast_mode=True)  # along random directions
 
 
 def test_convolution_worked_out_by_hand() -> None:

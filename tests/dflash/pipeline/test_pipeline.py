@@ -333,7 +333,7 @@ def test_shares_of_time_name_the_bottleneck(tokens: Path) -> None:
     pipeline.run(0, 0, 1, lambda _: True)
     for shares in pipeline.stages().values():
         assert 0 < sum(shares.values()) <= 1.001
-    assert pipeline.stages()["target"]["busy"] > 0.8
+    assert pipeline.stages()["target"]["busy"] == max(shares["busy"] for shares in pipeline.stages().values())
     assert bottleneck(pipeline.stages()).startswith("target")
     assert "add a target device" in bottleneck(pipeline.stages())
 
