@@ -11,6 +11,7 @@ from prefect.states import Completed
 from cache.json_file import read_json
 from dflash.config import EvaluationConfig
 from flows.prepare import prepare_run
+from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, in_use, proposed_config, read_parameters, stage_alone
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
@@ -33,7 +34,7 @@ def evaluate(name: Name, evaluation: EvaluationConfig | None = None, home: Home 
     """
     parameters = read_parameters(run_directory(name, home))
     if evaluation is not None:
-        given = evaluation.model_dump(exclude_unset=True)
+        given = from_deployment(evaluation=evaluation)["evaluation"].model_dump(exclude_unset=True)
         parameters = parameters.model_copy(update={"evaluation": parameters.evaluation.model_copy(update=given)})
     with in_use(parameters.run_directory):
         evaluation_ = evaluate_run(*prepare_run(parameters))

@@ -10,6 +10,7 @@ from prefect.states import Completed
 
 from cache.json_file import read_json
 from dflash.config import ExportConfig
+from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, in_use, proposed_config, read_parameters, stage_alone
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
@@ -30,7 +31,8 @@ def export(name: Name, export: ExportConfig | None = None, home: Home = None) ->
     """
     parameters = read_parameters(run_directory(name, home))
     if export is not None:
-        given = parameters.export.model_copy(update=export.model_dump(exclude_unset=True))
+        asked = from_deployment(export=export)["export"].model_dump(exclude_unset=True)
+        given = parameters.export.model_copy(update=asked)
         parameters = parameters.model_copy(update={"export": given}).resolved()
     with in_use(parameters.run_directory):
         exported = export_run(parameters)

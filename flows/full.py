@@ -9,6 +9,7 @@ from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetC
 from flows.evaluate import evaluate_run
 from flows.export import export_run
 from flows.prepare import prepare_run
+from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, in_use
 from flows.runs.naming import full_run_name
 from flows.runs.parameters import Dask, Home, Name, Parameters
@@ -43,14 +44,16 @@ def full(
         dask: where conversations are tokenised; null means in this process
     """
     given = Parameters(
-        name=name,
-        rows=rows,
-        target=target,
-        drafter=drafter,
-        training=training,
-        evaluation=evaluation,
-        export=export,
-        home=home,
+        **from_deployment(
+            name=name,
+            rows=rows,
+            target=target,
+            drafter=drafter,
+            training=training,
+            evaluation=evaluation,
+            export=export,
+            home=home,
+        )
     )
     with in_use(given.run_directory):
         parameters, tokens = prepare_run(given, dask)

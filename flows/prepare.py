@@ -19,6 +19,7 @@ from cache.source.find import find_files
 from dflash.config import TargetConfig
 from dflash.target.tokenizer import commit_of, tokenizer_directory
 from flows.errors import BadParameter
+from flows.runs.deployed import from_deployment
 from flows.runs.ledger import measured, note_tokens
 from flows.runs.parameters import Dask, Home, Parameters, resolve_home, resolve_rows, resolve_target
 from flows.runs.repeats import tokens_key, why_not_open
@@ -41,9 +42,10 @@ def prepare(rows: RowsConfig, target: TargetConfig, home: Home = None, dask: Das
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
         dask: where conversations are tokenised; null means in this process
     """
+    given = from_deployment(rows=rows, target=target)
     root = resolve_home(home)
-    local = local_target(resolve_target(target, root), root)
-    return str(prepare_tokens(resolve_rows(rows, root), local, root, dask=dask))
+    local = local_target(resolve_target(given["target"], root), root)
+    return str(prepare_tokens(resolve_rows(given["rows"], root), local, root, dask=dask))
 
 
 def prepare_run(parameters: Parameters, dask: str | None = None) -> tuple[Parameters, Path]:

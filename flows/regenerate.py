@@ -13,6 +13,7 @@ from cache.config import RowsConfig
 from cache.json_file import read_json
 from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
 from flows.prepare import local_target
+from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, proposed_config, stage_alone
 from flows.runs.parameters import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
 from flows.runs.repeats import is_worth_retrying
@@ -38,13 +39,15 @@ def regenerate(
         generation: how it answers, and on what
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
     """
+    given = from_deployment(rows=rows, target=target, generation=generation)
+    generation = given["generation"]
     root = resolve_home(home)
     if generation.only_missing is not None:
         earlier = str(resolve_path(generation.only_missing, root))
         generation = generation.model_copy(update={"only_missing": earlier})
     config = AnswersConfig(
-        rows=resolve_rows(rows, root),
-        target=local_target(resolve_target(target, root), root),
+        rows=resolve_rows(given["rows"], root),
+        target=local_target(resolve_target(given["target"], root), root),
         generation=generation,
     )
     answered = answer(root / "answers" / name, config)

@@ -14,6 +14,7 @@ from cache.json_file import read_json
 from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetConfig, TrainingConfig
 from flows.errors import CannotFit
 from flows.prepare import prepare_run
+from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, accept_config, epochs_done, in_use, proposed_config, read_lines, stage_alone
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.naming import train_run_name
@@ -53,14 +54,16 @@ def train(
         dask: where conversations are tokenised; null means in this process
     """
     given = Parameters(
-        name=name,
-        rows=rows,
-        target=target,
-        drafter=drafter,
-        training=training,
-        evaluation=evaluation,
-        export=export,
-        home=home,
+        **from_deployment(
+            name=name,
+            rows=rows,
+            target=target,
+            drafter=drafter,
+            training=training,
+            evaluation=evaluation,
+            export=export,
+            home=home,
+        )
     )
     with in_use(given.run_directory):
         trained = train_run(*prepare_run(given, dask))

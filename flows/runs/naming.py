@@ -4,6 +4,8 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
+from dflash.config import TrainingConfig
+from flows.runs.deployed import completed
 from flows.runs.directory import epochs_done
 from flows.runs.parameters import run_directory
 
@@ -20,6 +22,6 @@ def full_run_name() -> str:
 
 def _position(parameters: dict[str, Any]) -> tuple[str, int, int]:
     name = str(parameters["name"])
-    training = parameters["training"]
-    epochs = training["epochs"] if isinstance(training, dict) else training.epochs
-    return name, epochs_done(run_directory(name, parameters.get("home"))), int(epochs)
+    given = TrainingConfig.model_validate(parameters["training"])
+    training = completed({"training": given}, [])["training"]
+    return name, epochs_done(run_directory(name, parameters.get("home"))), training.epochs
