@@ -134,14 +134,17 @@ class AnswerFinder:
         if is_plain and body == content:
             return start, end
         for before, after in self._around:
+            if is_plain and body == before + content:  # what was trimmed off is written again: the answer's own
+                return _trimmed(start, end, before, "")
             if is_plain and body == before + content + after:
                 return _trimmed(start, end, before, after)
         before, after = self._written_around(messages[:answer], tools, prompt, stop)
+        is_all = is_plain and body == before + content
         span = _trimmed(
             start,
             end,
             before if body.startswith(before) else "",
-            after if body.endswith(after) else "",
+            after if body.endswith(after) and not is_all else "",
         )
         return span if self._holds(message, text[span[0] : span[1]], prompt) else None
 

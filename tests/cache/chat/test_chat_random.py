@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from toy import chat_tokenizer, rows, supervised_runs, tokenised
 
@@ -119,7 +119,25 @@ def expected(style: Style, conversation: list[dict[str, str]], is_finished: bool
     return [[run] for run in runs] if style.rewrites([*opened, *answers]) else [runs]
 
 
+TRIMS_BEHIND_A_THINK_BLOCK = Style(
+    bos=False,
+    default_system=False,
+    user="[U]",
+    assistant="[A]assistant\n",
+    before_end="\n",
+    end="[E]",
+    between="",
+    trims=True,
+    marks=False,
+    strips_history=False,
+    think="last",
+    eos_at_end=False,
+)
+ASKED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "[A]assistant\n"}]
+
+
 @settings(max_examples=120, deadline=None)
+@example(TRIMS_BEHIND_A_THINK_BLOCK, ASKED, False)
 @given(styles | marking, conversations, st.booleans())
 def test_supervised_runs_are_the_answers_and_their_ends_of_turn(style, conversation, is_finished):
     roles = [message["role"] for message in conversation]
