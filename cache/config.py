@@ -41,7 +41,10 @@ class RowsConfig(BaseModel):
     vocabulary: int | None = Field(
         None, description="number of token ids of the target; None: read from the target", ge=1, le=2**31
     )
-    template: str | None = Field(None, description="path of a Jinja chat template; None: the tokenizer's own")
+    template: str | None = Field(
+        None,
+        description="path of a Jinja chat template, or the name of one of the tokenizer's; None: the tokenizer's own",
+    )
     template_arguments: dict[str, Any] = Field(
         {}, description="arguments of the chat template, such as enable_thinking"
     )
@@ -69,6 +72,11 @@ class RowsConfig(BaseModel):
                     f"template_arguments.strftime_now is {found['strftime_now']!r}, expected a day such as 2025-01-31"
                 ) from None
         return found
+
+
+def names_a_template(template: str) -> bool:
+    """Whether `rows.template` is the name of one of the tokenizer's own, such as tool_use; else it is a path."""
+    return "/" not in template and "." not in template
 
 
 def default_home() -> Path:

@@ -50,13 +50,19 @@ class AnswerFinder:
         self._shapes: dict[Order, Shape | None] = {}
         self._rewritten: set[Order] = set()  # orders of which each answer gets a row of its own
         self._num_by_shape = 0
+        self._supplies: dict[bool, str] = {}  # by whether a row has tools
 
     def documents(self, conversation: Conversation) -> Iterator[Document]:
         """One document of the whole conversation, or one for each answer if the template rewrites earlier ones."""
         messages, tools = conversation.messages, conversation.tools
         if self._template.marks_answers:
             text, marked = self._template.render_marked(messages, tools)
-            yield _document(conversation, text, _chosen(conversation, text, marked))
+            supplied = self._supplied(tools)
+            marked = [(start + len(supplied) * text.startswith(supplied, start, end), end) for start, end in marked]
+            chosen = _chosen(conversation, text, marked)
+            self._note_unwritten(conversation, text)
+            self._note_unmarked(conversation, text, chosen)
+            yield _document(conversation, text, chosen)
             return
         order = order_of(messages, conversation.answers) if tools is None else None
         if order in self._rewritten:
@@ -73,6 +79,7 @@ class AnswerFinder:
                     " for other words. Mark its answers with {% generation %}, or name another in rows.template."
                 )
         else:
+            self._note_unwritten(conversation, text)
             spans = self._proved(conversation, text)
         if spans is not None:
             yield _document(conversation, text, spans)
@@ -80,6 +87,44 @@ class AnswerFinder:
             raise Refused("answer_not_after_prompt")
         else:
             yield from self._one_an_answer(conversation)
+
+    def leaves_out_tools(self, conversation: Conversation) -> bool:
+        """Whether the template writes nothing of a row's tools."""
+        try:
+            return self._template.render(conversation.messages, None) == self._template.render(
+                conversation.messages, conversation.tools
+            )
+        except Refused:  # it wants them
+            return False
+
+    def _supplied(self, tools: list[Message] | None) -> str:
+        """What marks enclose though the generation prompt writes it, such as an empty think block: asked once."""
+        if (tools is not None) not in self._supplies:
+            asked: list[Message] = [{"role": "user", "content": ANSWER}]
+            prompt = self._template.render(asked, tools, prompt=True)
+            text, marked = self._template.render_marked([*asked, {"role": "assistant", "content": ANSWER}], tools)
+            start = marked[-1][0] if marked else len(prompt)
+            self._supplies[tools is not None] = prompt[start:] if text.startswith(prompt) else ""
+        return self._supplies[tools is not None]
+
+    def _note_unwritten(self, conversation: Conversation, text: str) -> None:
+        """Count what is asked and is not in the text: some templates write system text in the first place only."""
+        for message in conversation.messages:
+            role, said = message["role"], message.get("content", "").strip()
+            if role in ("system", "user") and said not in text and _squashed(said) not in _squashed(text):
+                self._noted[f"{role} text that the template leaves out"] += 1
+
+    def _note_unmarked(self, conversation: Conversation, text: str, spans: list[Span]) -> None:
+        """Marked text is taken as it is, but what it lacks of its message is counted."""
+        if len(spans) != len(conversation.answers):
+            return
+        for answer, (start, end) in zip(conversation.answers, spans, strict=True):
+            message, written = conversation.messages[answer], text[start:end]
+            if any(call["function"]["name"] not in written for call in message.get("tool_calls", ())):
+                self._noted["tool call that the template leaves out"] += 1
+            reasoning = _squashed(message.get("reasoning_content", ""))
+            if reasoning and reasoning not in _squashed(written):
+                self._noted["reasoning that the template leaves out"] += 1
 
     def _one_an_answer(self, conversation: Conversation) -> Iterator[Document]:
         self._noted["rewritten by the template, so one row an answer"] += 1

@@ -69,9 +69,10 @@ _OF_LOOPS = frozenset(("first", "last", "index", "index0"))
 class Template:
     """A compiled template with the arguments that are the same for all rows."""
 
-    def __init__(self, source: str, arguments: dict[str, Any], name: str) -> None:
+    def __init__(self, source: str, arguments: dict[str, Any], name: str, *, is_served: bool = False) -> None:
         self.source = source
         self.name = name
+        self._is_served = is_served  # whether the tokenizer itself would choose this one
         self.arguments = {key: value for key, value in arguments.items() if key != "strftime_now"}
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._written: dict[str, str] = {}  # form → the day in it, as the template asked for
@@ -103,10 +104,10 @@ class Template:
         return "".join(pieces), list(zip(ends[:-1:2], ends[1::2], strict=True))
 
     @property
-    def for_serving(self) -> str:
-        """The template for `apply_chat_template`, whose own day would be today's."""
+    def for_serving(self) -> str | None:
+        """The template for `apply_chat_template`, whose own day would be today's; None: it chooses its own."""
         if not self._written:
-            return self.source
+            return None if self._is_served else self.source
         days = json.dumps(self._written)
         return f"{{%- macro strftime_now(form) -%}}{{{{ {days}[form] }}}}{{%- endmacro -%}}{self.source}"
 

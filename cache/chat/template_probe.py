@@ -4,6 +4,7 @@ Asked once, before any row: a template that changes what people say, or that nev
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,19 @@ from cache.chat.conversation import Conversation
 from cache.chat.find_answers import ANSWER, AnswerFinder
 from cache.chat.message import Message, Refused
 from cache.chat.template import BadTemplate, Template
+from cache.chat.templates import Templates
 
 # Upper case, an ampersand and a quote: what a template that rewrites text would not leave alone.
 QUESTION = "Is \"A\" < 'b' & é?"
+
+TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "tool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]},
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +36,27 @@ class Probe:
     turn_tokens: dict[str, int]  # control tokens around any answer: text → id
 
 
-def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
+def probe(templates: Templates, tokenizer: Any, directory: Path) -> Probe:
     """`tokenizer` is the one of transformers; `directory` may hold a generation_config.json with more stop ids."""
+    found = [_probe(template, tools, tokenizer, directory) for template, tools in _each(templates)]
+    stops = {identity: text for one in found for identity, text in zip(one.stop_ids, one.stop_texts, strict=True)}
+    return Probe(
+        tuple(sorted(stops)),
+        tuple(stops[identity] for identity in sorted(stops)),
+        frozenset().union(*(one.control_texts for one in found)),
+        found[0].turn_tokens,  # rows with tools may be none, so their tokens are expected of none
+    )
+
+
+def _each(templates: Templates) -> list[tuple[Template, list[Message] | None]]:
+    """The templates, with the tools that each is asked with."""
+    plain, with_tools = templates.plain, templates.with_tools
+    return [(plain, None), *([] if with_tools is plain else [(with_tools, [TOOL])])]
+
+
+def _probe(template: Template, tools: list[Message] | None, tokenizer: Any, directory: Path) -> Probe:
     asked: list[Message] = [{"role": "user", "content": QUESTION}]
-    text = _rendered(template, [*asked, {"role": "assistant", "content": ANSWER}])
+    text = _rendered(template, [*asked, {"role": "assistant", "content": ANSWER}], tools)
     for said in (QUESTION, ANSWER):
         if said not in text:
             raise BadTemplate(
@@ -46,7 +74,7 @@ def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
     stop_ids = {after, tokenizer.eos_token_id, *_generation_stops(directory)} - {None}
     stop_ids = {identity for identity in stop_ids if tokenizer.convert_ids_to_tokens(identity) is not None}
     special = {identity for identity, token in tokenizer.added_tokens_decoder.items() if token.special}
-    before, _, rest = _rendered(template, asked, prompt=True).partition(QUESTION)
+    before, _, rest = _rendered(template, asked, tools, prompt=True).partition(QUESTION)
     opening = {_opener(ids, added, special) for ids in (_ids(tokenizer, before)[::-1], _ids(tokenizer, rest))}
     around = {after} | {identity for identity in _ids(tokenizer, rest) if identity in special}
     control = {added[identity] for identity in stop_ids | special | opening if identity in added}
@@ -58,23 +86,29 @@ def probe(template: Template, tokenizer: Any, directory: Path) -> Probe:
     )
 
 
-def prove(template: Template, finder: AnswerFinder) -> None:
+def prove(templates: Templates, stop_texts: tuple[str, ...]) -> None:
     """Refuse a template with which no answer could ever be found."""
+    for template, tools in _each(templates):
+        _prove(template, tools, AnswerFinder(template, stop_texts, Counter()))
+
+
+def _prove(template: Template, tools: list[Message] | None, finder: AnswerFinder) -> None:
     asked: list[Message] = [{"role": "user", "content": QUESTION}]
-    talk = Conversation(0, [*asked, {"role": "assistant", "content": "An answer."}], (1,), None, True, "")
+    talk = Conversation(0, [*asked, {"role": "assistant", "content": "An answer."}], (1,), tools, True, "")
     try:
         list(finder.documents(talk))
     except Refused as refused:
         raise BadTemplate(
-            f"{template.name}: {refused}. It asks with {_rendered(template, asked, prompt=True)!r}, and writes question"
-            f" and answer as {_rendered(template, talk.messages)!r}; expected the first to be how the second begins, as"
-            " serving goes on from there. Mark its answers with {% generation %}, or name another in rows.template."
+            f"{template.name}: {refused}. It asks with {_rendered(template, asked, tools, prompt=True)!r}, and writes"
+            f" question and answer as {_rendered(template, talk.messages, tools)!r}; expected the first to be how the"
+            " second begins, as serving goes on from there. Mark its answers with {% generation %}, or name another in"
+            " rows.template."
         ) from None
 
 
-def _rendered(template: Template, messages: list[Message], *, prompt: bool = False) -> str:
+def _rendered(template: Template, messages: list[Message], tools: list[Message] | None, *, prompt: bool = False) -> str:
     try:
-        return template.render(messages, None, prompt=prompt)
+        return template.render(messages, tools, prompt=prompt)
     except Refused as refused:
         raise BadTemplate(
             f"{template.name} refuses one question and its answer: {refused}. Correct it, give it the arguments that it"

@@ -16,8 +16,9 @@ from cache.chat.conversation import Conversation, ReadCounts, read_conversations
 from cache.chat.find_answers import AnswerFinder, Document
 from cache.chat.message import Refused
 from cache.chat.supervise import AnswerSpans, supervise
-from cache.chat.template import BadTemplate, Template
+from cache.chat.template import BadTemplate
 from cache.chat.template_probe import probe, prove
+from cache.chat.templates import load_templates
 from cache.chat.token_places import Encoded, Speller, byte_places
 from cache.config import Columns
 from cache.errors import BadSource, CacheMismatch
@@ -45,22 +46,26 @@ class ChatTokenizer:
         self._tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
         self._supervise = supervise
         self.noted: Counter[str] = Counter()
-        self._template = load_template(self._tokenizer, tokenizer, template, template_arguments)
+        self._templates = load_templates(self._tokenizer, tokenizer, template, template_arguments)
         self._speller = Speller(self._tokenizer.backend_tokenizer)
         self.vocabulary = self._speller.vocabulary
-        found = probe(self._template, self._tokenizer, tokenizer)
+        found = probe(self._templates, self._tokenizer, tokenizer)
         self.stop_ids = found.stop_ids
         self.turn_tokens = found.turn_tokens
         self._stop_texts = found.stop_texts
         self._is_stop = np.zeros(self.vocabulary, dtype=bool)
         self._is_stop[list(found.stop_ids)] = True
         self._control = ControlText(set(found.control_texts))
-        prove(self._template, AnswerFinder(self._template, found.stop_texts, self.noted))
+        prove(self._templates, found.stop_texts)
         self.begin()
 
     def begin(self) -> None:
         """Forget what was learnt from the batches so far, so that those of a slice alone decide what it becomes."""
-        self._finder = AnswerFinder(self._template, self._stop_texts, self.noted)
+        templates = {id(one): one for one in (self._templates.plain, self._templates.with_tools)}
+        finders = {name: AnswerFinder(one, self._stop_texts, self.noted) for name, one in templates.items()}
+        self._finder, self._finder_with_tools = (
+            finders[id(one)] for one in (self._templates.plain, self._templates.with_tools)
+        )
         self._num_documents = 0
 
     def tokenise(self, batch: pa.RecordBatch | pa.Table, columns: Columns, place: Place) -> Tokenised:
@@ -70,11 +75,14 @@ class ChatTokenizer:
         split_text: list[str] = []
         for conversation in read_conversations(batch, columns, self._supervise, counts, place):
             try:
-                found = list(self._finder.documents(self._without_control(conversation)))
+                finder = self._finder_with_tools if conversation.tools else self._finder
+                found = list(finder.documents(self._without_control(conversation)))
             except Refused as refused:
                 counts.dropped[str(refused)] += 1
                 counts.count(conversation.messages, "dropped")
                 continue
+            if conversation.tools and finder.leaves_out_tools(conversation):
+                self.noted["tools that the template leaves out"] += 1
             counts.messages["assistant", "supervised"] += len(conversation.answers)
             documents += found
             split_text += [conversation.split_text] * len(found)
@@ -115,8 +123,9 @@ class ChatTokenizer:
         )
         if found.without_end.size:
             document = documents[row[found.without_end[0]]]
+            name = self._templates.of(document.tools).name
             raise BadTemplate(
-                f"{place(document.index)}: {self._template.name} writes no end of turn after an answer, in"
+                f"{place(document.index)}: {name} writes no end of turn after an answer, in"
                 f" {document.text[-200:]!r}; expected one of {', '.join(self._stop_texts)}. Correct it, or name another"
                 " in rows.template."
             )
@@ -125,8 +134,9 @@ class ChatTokenizer:
         )
         if whole.size:
             document = documents[whole[0]]
+            name = self._templates.of(document.tools).name
             raise BadTemplate(
-                f"{place(document.index)}: {self._template.name} marks every token as an answer, in"
+                f"{place(document.index)}: {name} marks every token as an answer, in"
                 f" {document.text[:200]!r}; expected a question before it. Correct it, or name another in"
                 " rows.template."
             )
@@ -144,12 +154,13 @@ class ChatTokenizer:
             if len(document.pieces) > 1:
                 continue
             ours = encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
+            template = self._templates.of(document.tools)
             served = self._tokenizer.apply_chat_template(
                 document.messages,
-                chat_template=self._template.for_serving,
+                chat_template=template.for_serving,
                 tokenize=True,
                 return_dict=False,
-                **{**self._template.arguments, **({"tools": document.tools} if document.tools else {})},
+                **{**template.arguments, **({"tools": document.tools} if document.tools else {})},
             )
             if ours != served:
                 at = next(
@@ -159,7 +170,7 @@ class ChatTokenizer:
                 raise CacheMismatch(
                     f"{place(document.index)}: token {at} is {ours[at : at + 8]}, but apply_chat_template gives"
                     f" {served[at : at + 8]} there. The drafter would learn other ids than serving sees. Report it as"
-                    f" a fault of dflash-train, with the row and {self._template.name}."
+                    f" a fault of dflash-train, with the row and {template.name}."
                 )
 
 
@@ -186,19 +197,6 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
             " Save it again with transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…)."
         )
     return tokenizer
-
-
-def load_template(tokenizer: Any, directory: Path, file: str | None, arguments: dict[str, Any]) -> Template:
-    """The tokenizer's own chat template, or the one in `file`, with the arguments that are the same for all rows."""
-    names = {**tokenizer.special_tokens_map, **arguments}
-    if file is not None:
-        return Template(Path(file).read_text(encoding="utf-8"), names, f"the chat template {file}")
-    if tokenizer.chat_template is None:
-        raise BadTemplate(
-            f"the tokenizer in {directory} has no chat template, expected chat_template.jinja or one in"
-            " tokenizer_config.json. Name a Jinja file in rows.template, or use the target's instruct model."
-        )
-    return Template(tokenizer.get_chat_template(), names, f"the chat template of {directory}")
 
 
 def _byte_spans(document: Document) -> list[tuple[int, int]]:

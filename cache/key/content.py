@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from cache.canonical import canonical
-from cache.config import RowsConfig, default_home
+from cache.config import RowsConfig, default_home, names_a_template
 from cache.disk.manifest import LAYOUT_VERSION
 from cache.errors import BadSource
 from cache.key.behaviour import behaviour, spelling
@@ -105,7 +105,10 @@ def hash_recipe(parts: dict[str, str], layout: Layout, rows: RowsConfig) -> str:
 
 def hash_chat_files(rows: RowsConfig, tokenizer: Path | None, sidecar: Path) -> dict[str, str]:
     """The parts of a key that `CHAT_FILES` names."""
-    template = _hash_file(Path(rows.template)) if rows.template else "the tokenizer's own"
+    template = "the tokenizer's own"
+    if rows.template:
+        named = names_a_template(rows.template)
+        template = f"{template}: {rows.template}" if named else _hash_file(Path(rows.template))
     return dict(zip(CHAT_FILES, (hash_tokenizer(tokenizer, sidecar), template), strict=True))
 
 

@@ -59,8 +59,8 @@ def hash_tokenizer(tokenizer: Path | None, sidecar: Path) -> str:
     found = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     if not found:
         raise BadSource(f"{tokenizer}: no tokenizer in it, expected tokenizer.json. Set target.model to a directory.")
-    found += sorted(tokenizer.glob("*.py"))
-    files = {path.name: hash_file(path, sidecar) for path in found}
+    found += sorted(tokenizer.glob("*.py")) + sorted(tokenizer.glob("additional_chat_templates/*.jinja"))
+    files = {str(path.relative_to(tokenizer)): hash_file(path, sidecar) for path in found}
     config = read_object(tokenizer / "config.json")
     # transformers picks the class of a tokenizer by these; the rest of config.json is about weights.
     picks = {name: config.get(name) for name in ("model_type", "tokenizer_class", "auto_map")}

@@ -15,7 +15,8 @@ from cache.chat.control_text import BREAK, ControlText
 from cache.chat.find_answers import ANSWER
 from cache.chat.message import Message, Refused
 from cache.chat.template_probe import probe
-from cache.chat.tokenizer import load_template, load_tokenizer
+from cache.chat.templates import load_templates
+from cache.chat.tokenizer import load_tokenizer
 from cache.config import RowsConfig
 from dflash.answers.questions import Question
 
@@ -51,18 +52,19 @@ class Prompter:
 
     def __init__(self, tokenizer: Path, rows: RowsConfig, *, trust_remote_code: bool = False) -> None:
         self._tokenizer: Any = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-        self.template = load_template(self._tokenizer, tokenizer, rows.template, rows.template_arguments)
+        self.templates = load_templates(self._tokenizer, tokenizer, rows.template, rows.template_arguments)
         self.known = frozenset(self._tokenizer.get_vocab().values())  # ids; the target's head may have more rows
-        found = probe(self.template, self._tokenizer, tokenizer)
+        found = probe(self.templates, self._tokenizer, tokenizer)
         self.stop_ids = found.stop_ids
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-        after = self._ids(self.template.render(said, None).partition(ANSWER)[2])
+        after = self._ids(self.templates.plain.render(said, None).partition(ANSWER)[2])
         self.end_of_turn = next(identity for identity in after if identity in found.stop_ids)
         self._control = ControlText(set(found.control_texts))
 
     def text(self, messages: list[Message], tools: list[Message] | None) -> str:
         """The prompt's text; `BREAK` stands where typed text that reads like a control token is cut."""
-        return self.template.render(self._control.broken(messages), self._control.broken(tools), prompt=True)
+        template = self.templates.of(tools)
+        return template.render(self._control.broken(messages), self._control.broken(tools), prompt=True)
 
     def ids(self, text: str) -> list[int]:
         return [identity for piece in text.split(BREAK) if piece for identity in self._ids(piece)]

@@ -50,7 +50,7 @@ def generate(path: Path, config_name: str = CONFIG) -> None:
         directory, may_run = tokenizer_directory(config.target), config.target.trust_remote_code
         prompter = Prompter(directory, config.rows, trust_remote_code=may_run)
         longest = int(text_config(config.target).max_position_embeddings)
-        answers = AnswerFiles(path, settings_of(config, prompter.template.source, path))
+        answers = AnswerFiles(path, settings_of(config, prompter.templates.source, path))
         RunDirectory(path, config_name).accept_config()
         try:
             wanted = rows_wanted(config.rows, config.generation)

@@ -22,14 +22,16 @@ def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
         try:
             value = text if _is_plain(text) else read_yaml(text)
         except yaml.YAMLError as error:
-            raise BadParameter(f"{path}: {text!r} is not YAML ({' '.join(str(error).split())}).") from None
+            if not (text.startswith("[") and "]" in text[:-1]):
+                raise BadParameter(f"{path}: {text!r} is not YAML ({' '.join(str(error).split())}).") from None
+            value = text  # a path, such as "[v2] chat/*.jsonl"
         tree = _with_value(tree, keys, value, path)
     return tree
 
 
 def _is_plain(text: str) -> bool:
     """Globs and names of files that YAML would read as something else, or cut at a #."""
-    return text.startswith(("*", "&", "%", "@", "`", "!", "|", ">")) or " #" in text
+    return text.startswith(("*", "&", "%", "@", "`", "!", "|", ">", "#")) or " #" in text
 
 
 def _with_value(tree: Tree, keys: list[str], value: object, path: str) -> Tree:

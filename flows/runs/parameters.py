@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field
 
-from cache.config import RowsConfig
+from cache.config import RowsConfig, names_a_template
 from dflash.config import RunConfig, TargetConfig
 from flows.errors import BadParameter
 
@@ -97,7 +97,9 @@ def resolve_rows(rows: RowsConfig, home: Path) -> RowsConfig:
         return source if "://" in source else str(resolve_path(source, home))
 
     source = [absolute(one) for one in rows.source] if isinstance(rows.source, list) else absolute(rows.source)
-    template = None if rows.template is None else str(resolve_path(rows.template, home))
+    template = rows.template
+    if template is not None and not names_a_template(template):
+        template = str(resolve_path(template, home))
     return rows.model_copy(update={"source": source, "template": template})
 
 

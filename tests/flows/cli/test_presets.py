@@ -42,6 +42,8 @@ def flow_like(
         ),
         ("rows.source=*.jsonl", ("rows", "source"), "*.jsonl"),
         ("rows.source=/data/b #2.jsonl", ("rows", "source"), "/data/b #2.jsonl"),
+        ("rows.source=[v2] chat/*.jsonl", ("rows", "source"), "[v2] chat/*.jsonl"),
+        ("rows.source=#2.jsonl", ("rows", "source"), "#2.jsonl"),
         ("target.devices=", ("target", "devices"), None),
     ],
 )
