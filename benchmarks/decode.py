@@ -34,6 +34,7 @@ from dflash.decoding.sampling import Sampling, SeededDice  # noqa: E402
 from dflash.evaluation.comparison import compare, facts  # noqa: E402
 from dflash.export.layouts import load_exported  # noqa: E402
 from dflash.model.drafter import Drafter, embed_blocks  # noqa: E402
+from dflash.model.few_rows import decode_with_few_rows  # noqa: E402
 from dflash.model.head import Head  # noqa: E402
 from dflash.target.frozen import Target, drafter_shape  # noqa: E402
 from dflash.training.initial_drafter import new_drafter  # noqa: E402
@@ -149,6 +150,8 @@ def main() -> None:
         target, drafter, ends, prompts = tiny(arguments.prompts)
     else:
         target, drafter, ends, prompts = real(arguments.target, arguments.drafter, arguments.prompts)
+    for model in (target.model, drafter):
+        decode_with_few_rows(model)
     eos = target.model.generation_config.eos_token_id
     stop = frozenset() if arguments.target is None else frozenset(eos if isinstance(eos, list) else [eos])
     config = EvaluationConfig(max_new_tokens=arguments.max_new_tokens)

@@ -15,6 +15,7 @@ from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.evaluation.comparison import Comparison, compare, facts, finite, sample
 from dflash.evaluation.report import write_report
 from dflash.host import cpu_threads
+from dflash.model.few_rows import decode_with_few_rows
 from dflash.run_directory import CONFIG, ProgressFile
 from dflash.target.frozen import Target
 from dflash.target.identity import refuse_other_target
@@ -55,6 +56,8 @@ def evaluate(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
     )
     ends = target.ends(device)
     drafters = [load_drafter(opened.shape, c).to(device).eval() for c in (before, after)]
+    for model in (target.model, *drafters):
+        decode_with_few_rows(model)
     prompts = held_out_prompts(opened, held_out)
     progress = ProgressFile(opened.run, "evaluate", held_out.size + len(prompts), "rows")
     walks = walk_rows(

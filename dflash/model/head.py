@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dflash.model.few_rows import linear
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -21,7 +23,7 @@ class Head:
 
     def logits(self, hidden: Float[Tensor, "*n H"]) -> Float[Tensor, "*n V"]:
         """The target's logits of final hidden states, in the head's own dtype, rounded where the target rounds."""
-        logits = self._finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+        logits = self._finish(linear(hidden.to(self.weight.dtype), self.weight, self.bias))
         return logits if self.unknown is None else logits.masked_fill(self.unknown, -torch.inf)
 
     def tile(self, hidden: Float[Tensor, "n H"], start: int, stop: int) -> Float[Tensor, "n stop-start"]:
