@@ -170,7 +170,7 @@ def _make(
         arrays = _write_arrays(supply, converter, site, vocabulary, watch)
         if found and (find_files(rows) != found or states_of(found) != before):
             raise BadSource(f"{rows.source}: changed while it was read. Run again once nothing writes to it.")
-        manifest = _manifest(key, vocabulary, converter, arrays, rows)
+        manifest = _manifest(key, vocabulary, converter, arrays, rows, found)
         refuse_drops(manifest, rows)
         converter.balance.refuse(str(rows.source), rows.held_out)
         if is_chat:
@@ -199,7 +199,12 @@ def _write_arrays(
 
 
 def _manifest(
-    key: ContentKey, vocabulary: int, converter: Converter, arrays: dict[str, ArrayFacts], rows: RowsConfig
+    key: ContentKey,
+    vocabulary: int,
+    converter: Converter,
+    arrays: dict[str, ArrayFacts],
+    rows: RowsConfig,
+    found: list[SourceFiles],
 ) -> Manifest:
     """What the pass has counted, as the cache says it of itself."""
     counts, audit = converter.counts, converter.audit
@@ -226,6 +231,8 @@ def _manifest(
         supervised_shares=histogram(audit.shares),
         answers_a_row=histogram(audit.answers),
         tokenizer=key.tokenizer | {"stop_ids": converter.stop_ids} if key.tokenizer else {},
+        files=sum(len(part.files) for part in found),
+        files_left_out=sum(part.left_out for part in found),
         sources=few([rows.source] if isinstance(rows.source, str) else rows.source),
         versions=versions(),
     )

@@ -30,7 +30,7 @@ class RowsConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str | list[str] = Field(
-        description="path, list of paths, or glob: a datasets directory, Arrow, Parquet or JSONL files"
+        description="path, list of paths, or glob: a datasets directory, Arrow, Parquet, JSONL or JSON files"
     )
     split: str | None = Field(None, description="split to read where the source has several, such as train")
     columns: Columns = Field(Columns(), description="names of the source's columns where they are not the usual ones")

@@ -26,6 +26,9 @@ def summary(cache: TokenCache) -> RenderableType:
     facts.add_row("key", cache.key)
     held_out = int(cache.rows(1).size)
     facts.add_row("rows", f"{manifest.rows:,} ({held_out:,} held out) of {manifest.source_rows:,} in the source")
+    if manifest.files:
+        left_out = f"; {manifest.files_left_out:,} left out" if manifest.files_left_out else ""
+        facts.add_row("files", f"{manifest.files:,} read{left_out}")
     facts.add_row("tokens", f"{manifest.tokens:,} as {manifest.dtype}, vocabulary {manifest.vocabulary:,}")
     share = manifest.supervised_tokens / manifest.tokens
     facts.add_row("supervised", f"{manifest.supervised_tokens:,} ({share:.1%}) in {manifest.answers:,} answers")

@@ -59,6 +59,8 @@ class Manifest:
     )  # stop ids, ids of a probe text, hash of every id's text; empty without a tokenizer
     # What a person asks for; none of it is in the key.
     sources: list[str] = field(default_factory=list)  # as they were named
+    files: int = 0  # of the source that were read
+    files_left_out: int = 0  # in its directories, as they are no data of the split: the build's log names them
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that tokenised
 
     def dtypes(self) -> dict[str, str]:

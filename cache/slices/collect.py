@@ -107,7 +107,8 @@ class _Gathered:
         batches, *numbers = zip(*self._waiting, strict=True)
         self._waiting = []
         row, line, group = (np.concatenate(part) for part in numbers)
-        place = NumberedPlace(self._first.file, self._first.first_row, self._first.lines, numbers=line)
+        first = self._first
+        place = NumberedPlace(first.file, first.first_row, first.lines, first.elements, numbers=line)
         made = self._chat.tokenise(pa.Table.from_batches(batches), self._layout.columns(), place)
         self._dropped.update(made.dropped)
         self._messages.update(made.messages)

@@ -19,8 +19,9 @@ import xxhash
 from cache.errors import BadSource
 from cache.source.chunks import InMemory, RowRange, arrow_batches, composed, open_arrow, present
 from cache.source.columns import Layout
-from cache.source.find import DataFile, SourceFiles
-from cache.source.jsonl import MAX_LINE_BYTES, codec_of
+from cache.source.find import SourceFiles
+from cache.source.formats import DataFile, codec_of
+from cache.source.lines import MAX_LINE_BYTES
 from cache.source.mapped import MappedFile
 
 SLICE_BYTES = 1 << 24  # of text; a longer line ends with the block of so many that holds its end
@@ -59,7 +60,7 @@ def cuts_of_files(part: SourceFiles, layout: Layout, hash_file: HashFile) -> Ite
     (file,) = part.files
     if file.format == "jsonl" and codec_of(file.path) is None:
         yield from _cuts_of_lines(part, file.path)
-    elif file.format == "jsonl":  # compressed lines can only be read from the beginning
+    elif file.format in ("jsonl", "json"):  # what is compressed or no lines can only be read from the beginning
         yield Cut(part, RowRange(), None, file.path.stat().st_size, hash_file(file.path))
     else:
         units = _row_groups(file.path, layout) if file.format == "parquet" else _record_batches(file, layout)

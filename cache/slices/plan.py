@@ -39,7 +39,8 @@ class Slice:
         if part.indices:
             return Place(str(part.files[0].path.parent), span.start)
         is_lines = part.files[0].format == "jsonl"
-        return Place(str(part.files[0].path), span.first_line if is_lines else span.start, lines=is_lines)
+        first_row = span.first_line if is_lines else span.start
+        return Place(str(part.files[0].path), first_row, lines=is_lines, elements=part.files[0].format == "json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ by chunk, never flattened to a copy of the whole.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ from numpy import ndarray
 
 from cache.errors import BadSource
 from cache.source.columns import UNREAD, Layout
-from cache.source.find import DataFile, SourceFiles
-from cache.source.jsonl import conversation_batch, first_values, read_lines, schema_of, token_batch
+from cache.source.find import SourceFiles
+from cache.source.formats import DataFile
+from cache.source.jsonl import conversation_batch, first_values, schema_of, token_batch
+from cache.source.lines import BLOCK_BYTES, place_of, read_rows
 from cache.source.mapped import MappedFile
 from cache.source.place import Place, reading
 
 CHUNK_TOKENS = 1 << 21  # tokens of a chunk; a longer row is its own chunk
 CHUNK_ROWS = 1 << 14
+TEXT_BYTES = 1 << 19  # of JSON with conversations, read at once
 CONVERSATIONS = 256  # rows of a chunk of conversations
 TAKE_BYTES = 1 << 24  # of rows that are put in the order of a mapping at once
 END_MARK = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
@@ -113,8 +116,8 @@ def _chunks(part: SourceFiles, layout: Layout, span: RowRange) -> Iterator[Chunk
         return
     (file,) = part.files
     with reading(file.path):
-        if file.format == "jsonl":
-            yield from _jsonl_chunks(file.path, layout, span)
+        if file.format in ("jsonl", "json"):
+            yield from _json_chunks(file, layout, span)
         elif file.format == "parquet":
             yield from _parquet_chunks(file.path, layout, span)
         else:
@@ -176,15 +179,16 @@ def table_chunks(memory: InMemory, layout: Layout, name: str, span: RowRange = W
             yield Chunk(part, Place(name, begin + start), (begin + start + part.num_rows) / total)
 
 
-def _jsonl_chunks(path: Path, layout: Layout, span: RowRange) -> Iterator[Chunk]:
-    size = max(1, path.stat().st_size)
+def _json_chunks(file: DataFile, layout: Layout, span: RowRange) -> Iterator[Chunk]:
+    size = max(1, file.path.stat().st_size)
     tokens = layout.kind == "tokens"
-    schema = schema_of(first_values(path), layout, path) if tokens else None
-    options = {} if tokens else {"block_bytes": 1 << 19}
-    for lines in read_lines(path, start=span.start, stop=span.stop, first_line=span.first_line, **options):
-        batch = token_batch(lines, layout, schema, path) if tokens else conversation_batch(lines, layout, path)
+    place = place_of(file)
+    schema = schema_of(first_values(file), layout, place) if tokens else None
+    block_bytes = BLOCK_BYTES if tokens else TEXT_BYTES
+    for lines in read_rows(file, block_bytes, start=span.start, stop=span.stop, first_line=span.first_line):
+        batch = token_batch(lines, layout, schema, place) if tokens else conversation_batch(lines, layout, place)
         for start, part in _cut(batch, layout):
-            yield Chunk(part, Place(str(path), lines.first + start, lines=True), min(1.0, lines.position / size))
+            yield Chunk(part, replace(place, first_row=lines.first + start), min(1.0, lines.position / size))
 
 
 def _parquet_chunks(path: Path, layout: Layout, span: RowRange) -> Iterator[Chunk]:

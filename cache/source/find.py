@@ -10,30 +10,15 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cache.config import RowsConfig
 from cache.errors import BadSource
+from cache.source.formats import DataFile, UnknownFormat, data_file
 from cache.source.walk import each_once, files_below, refuse_missing_shards, say_once, snapshot_of, told, why_no_data
 
-Format = Literal["arrow file", "arrow stream", "parquet", "jsonl"]
-
-COMPRESSED = {  # only lines of JSON come so
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bz2",
-    **{bytes([low, 0x2A, 0x4D, 0x18]): "zstd" for low in range(0x50, 0x60)},  # a skippable frame, as pzstd writes first
-}
 # A split's name and what belongs to it: train, train_sft, test_gen. A number behind it is a part's.
 _SPLIT = re.compile(r"(?:^|[-_.])((?:train|test|validation|valid|val|dev|eval)(?:_[A-Za-z]+)*)(?=[-_.\d]|$)")
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """One file of the source; `indices` are files of an `_indices` mapping over all files of its part."""
-
-    path: Path
-    format: Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +27,7 @@ class SourceFiles:
 
     files: tuple[DataFile, ...]
     indices: tuple[DataFile, ...] = ()
+    left_out: int = 0  # files beside them that are no data
 
 
 def find_files(rows: RowsConfig) -> list[SourceFiles]:
@@ -51,7 +37,7 @@ def find_files(rows: RowsConfig) -> list[SourceFiles]:
     seen: dict[str, str] = {}  # real path → what named it
     for pattern in given:
         for path in _expand(pattern):
-            part = _directory(path, rows.split) if path.is_dir() else SourceFiles((_data_file(path),))
+            part = _directory(path, rows.split) if path.is_dir() else SourceFiles((data_file(path),))
             for file in part.files:
                 real = os.path.realpath(file.path)
                 if seen.setdefault(real, pattern) != pattern:
@@ -100,8 +86,8 @@ def _saved(path: Path, split: str | None) -> SourceFiles:
         raise BadSource(
             f"rows.split: {split!r}, but {path} holds the split {own!r}. Correct rows.split or rows.source."
         )
-    files = tuple(_data_file(path / entry["filename"]) for entry in state["_data_files"])
-    indices = tuple(_data_file(path / entry["filename"]) for entry in state.get("_indices_data_files") or ())
+    files = tuple(data_file(path / entry["filename"]) for entry in state["_data_files"])
+    indices = tuple(data_file(path / entry["filename"]) for entry in state.get("_indices_data_files") or ())
     if not files:
         raise BadSource(f"{path}: its state.json names no data files: the data set is empty.")
     return SourceFiles(files, indices)
@@ -117,7 +103,7 @@ def _loaded(path: Path, split: str | None) -> SourceFiles:
     shards = len(splits[chosen].get("shard_lengths") or [0])
     if len(found) != shards:
         raise BadSource(f"{path}: {len(found)} files {prefix}*.arrow, expected {shards}. Load the data set again.")
-    return SourceFiles(tuple(_data_file(name) for name in found))
+    return SourceFiles(tuple(data_file(name) for name in found))
 
 
 def _plain(path: Path, split: str | None) -> SourceFiles:
@@ -130,16 +116,14 @@ def _plain(path: Path, split: str | None) -> SourceFiles:
         why_not = why_no_data(file)
         if why_not is None:
             try:
-                found.append(_data_file(file))
+                found.append(data_file(file))
                 continue
             except UnknownFormat:
                 why_not = "of no known format"
         left_out[str(file.relative_to(path))] = why_not
     if not found:
         others = f"; left out: {told(left_out)}" if left_out else ""
-        raise BadSource(
-            f"{path}: no data files in it, expected Arrow, Parquet or lines of JSON{others}. Correct rows.source."
-        )
+        raise BadSource(f"{path}: no data files in it, expected Arrow, Parquet or JSON{others}. Correct rows.source.")
     names = {file: _split_of(file.path.relative_to(path)) for file in found}
     splits = sorted({name for name in names.values() if name is not None})
     if len(splits) > 1 or split is not None:
@@ -151,7 +135,7 @@ def _plain(path: Path, split: str | None) -> SourceFiles:
     refuse_missing_shards([file.path for file in found], str(path))
     if left_out:
         say_once(f"{path}: {len(found):,} files are read, {len(left_out):,} left out: {told(left_out)}")
-    return SourceFiles(tuple(found))
+    return SourceFiles(tuple(found), left_out=len(left_out))
 
 
 def _split_of(file: Path) -> str | None:
@@ -182,37 +166,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BadSource(f"{path}: a JSON {type(content).__name__}, expected an object. Save the data set again.")
     return content
-
-
-class UnknownFormat(BadSource):
-    """The first bytes of a file are of none that is read."""
-
-
-def _data_file(path: Path) -> DataFile:
-    """Tell the format by the first bytes; names lie."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except FileNotFoundError:
-        raise BadSource(
-            f"{path}: missing, though the data set names it. Save or download the data set again."
-        ) from None
-    if head.startswith(b"ARROW1"):
-        return DataFile(path, "arrow file")
-    if head.startswith(b"\xff\xff\xff\xff"):
-        return DataFile(path, "arrow stream")
-    if head.startswith(b"PAR1"):
-        return DataFile(path, "parquet")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head[:2] in (b"{\0", b"[\0", b"\0{", b"\0["):
-        raise BadSource(f"{path}: UTF-16 text, expected UTF-8: iconv -f UTF-16 -t UTF-8 '{path}' > rows.jsonl")
-    if head.startswith(tuple(COMPRESSED)) or not head.strip() or head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
-        return DataFile(path, "jsonl")
-    if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
-        raise BadSource(
-            f"{path}: a JSON array, or lists as lines, expected one JSON object a line. For an array of rows: "
-            f"jq -c '.[]' '{path}' > rows.jsonl; for lines of messages: jq -c '{{messages: .}}' '{path}' > rows.jsonl"
-        )
-    raise UnknownFormat(
-        f"{path}: starts with {head!r}, expected an Arrow file or stream, Parquet, or one JSON object a line. "
-        "Write the rows in one of these formats."
-    )

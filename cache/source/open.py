@@ -11,8 +11,9 @@ from cache.config import RowsConfig
 from cache.errors import BadSource
 from cache.source.chunks import Chunk, InMemory, file_chunks, open_arrow, table_chunks
 from cache.source.columns import Layout, common, resolve
-from cache.source.find import DataFile, SourceFiles
+from cache.source.find import SourceFiles
 from cache.source.first_text import tells_first_text
+from cache.source.formats import DataFile
 from cache.source.jsonl import first_values, type_of
 from cache.source.mapped import MappedFile
 from cache.source.place import reading
@@ -63,7 +64,9 @@ def open_source(parts: Sequence[SourceFiles], rows: RowsConfig, data: Any = None
     for file in (file for part in parts for file in part.files):
         with reading(file.path):
             schema, num_rows = _describe(file)
-        found.append((str(file.path), _resolved(schema, rows, str(file.path), are_lines=file.format == "jsonl")))
+        found.append(
+            (str(file.path), _resolved(schema, rows, str(file.path), are_lines=file.format in ("jsonl", "json")))
+        )
         count = -1 if num_rows is None or count < 0 else count + num_rows
     layout = common(found)
     known = count if count >= 0 and not any(part.indices for part in parts) else None
@@ -90,8 +93,8 @@ def _describe(file: DataFile) -> tuple[pa.Schema, int | None]:
         if file.format == "parquet":
             metadata = pa.parquet.read_metadata(file.path)
             return metadata.schema.to_arrow_schema(), int(metadata.num_rows)
-        if file.format == "jsonl":
-            return pa.schema([(name, type_of(value)) for name, value in first_values(file.path).items()]), None
+        if file.format in ("jsonl", "json"):
+            return pa.schema([(name, type_of(value)) for name, value in first_values(file).items()]), None
         with MappedFile(file.path) as mapped:
             return open_arrow(mapped, file).schema, None
     except pa.ArrowInvalid as error:

@@ -46,7 +46,9 @@ def test_all_files_of_a_directory_are_read_or_named(
         (source / name).write_text(content)
     (source / "back").symlink_to(source)
     with caplog.at_level(logging.WARNING):
-        assert rows_of(make(source)) == ROWS * 4
+        cache = make(source)
+    assert rows_of(cache) == ROWS * 4
+    assert (cache.manifest.files, cache.manifest.files_left_out) == (4, 4)
     assert "4 files are read, 4 left out" in caplog.text
     for told in ("README.md (no data by its name)", "photo.png (of no known format)", "dataset_infos.json (describes"):
         assert told in caplog.text
@@ -141,8 +143,16 @@ def test_an_arrow_stream_that_was_cut_at_a_batch_is_named(make: Any, tmp_path: P
     [
         (lines().encode("utf-16"), BadSource, r"UTF-16 text, expected UTF-8: iconv"),
         (lines().encode("utf-16-le"), BadSource, r"UTF-16 text"),
-        (b'[\n{"input_ids": [1, 2]}]', BadSource, r"a JSON array.*jq -c '\.\[\]'"),
-        (b'{\n"data": [\n{}]}', BadRow, r"JSON over several lines.*jq -c"),
+        (b'[{"input_ids": [1, 2], "loss_mask": [1, 1]},\n', BadRow, r"row 1 of .*the array has no end"),
+        (b'[{"input_ids": [1, 2], "loss_mask": [1, 1]},\n{"input_ids": [1', BadRow, r"row 1 of .*not JSON"),
+        (b'[{"input_ids": [1, 2]} {"input_ids": [1, 2]}]', BadRow, r"row 1 of .*expected a comma before it"),
+        (b'[{"input_ids": [1, 2]}] [', BadRow, r"behind its array.*jq -c"),
+        (b'[[{"role": "user"}]]', BadSource, r"row 0 of .*expected an object.*jq -c '\.\[\]'"),
+        (b'[{"role": "user", "content": "a"}]', BadSource, r"messages without their conversation: jq -c"),
+        (b'[{"input_ids": [1, 2x]}]', BadRow, r"row 0 of .*not JSON \(Expecting ',' delimiter, '.*2x\]"),
+        (b'[{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": 5}]', BadRow, r"row 1 of .*column input_ids: 5"),
+        (b"[]", BadSource, r"no row in it"),
+        (b'{\n"data": [\n{}]}', BadSource, r"If the rows are in data: jq -c"),
         (b'{"data": [{"messages": []}]}', BadSource, r"If the rows are in data: jq -c '\.\[\"data\"\]\[\]'"),
         (b'{"rows": 6, "by": "someone"}', BadSource, r"rows\.jsonl: neither token ids .* name the data files"),
         (b'{"input_ids": ' + b"[" * 100_000, BadRow, r"line 1 of .*not JSON"),
@@ -157,9 +167,9 @@ def test_other_json_is_named_with_what_to_do(
 
 
 def test_a_line_of_any_length_costs_bounded_memory(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cache.source import jsonl
+    from cache.source import lines as reading
 
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "rows.jsonl").write_text(lines() + '{"input_ids": [' + "1," * (1 << 22) + "1]}\n")
     with pytest.raises(BadSource, match=r"line 3 of .*longer than 1 MiB"):
         make(tmp_path / "rows.jsonl")
@@ -171,3 +181,35 @@ def test_days_of_a_template_may_be_dates_and_must_be_days() -> None:
     for day in ("today", 20250131, None):
         with pytest.raises(ValueError, match=r"strftime_now is .*, expected a day such as 2025-01-31"):
             arguments(day)
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("is_array", [True, False])
+def test_arrays_and_objects_over_lines_are_read(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, indent: int | None, is_array: bool
+) -> None:
+    """In blocks of any size, with text in them that looks like JSON, and outside ASCII."""
+    from cache.source import lines as reading
+
+    found = [{"input_ids": row, "loss_mask": [1] * len(row), "note": 'a]}",\n{[é😀\\'} for row in ROWS * 20]
+    texts = [json.dumps(one, indent=indent, ensure_ascii=len(one["input_ids"]) > 2) for one in found]
+    text = f"[{', '.join(texts)}\n]\n" if is_array else "\n".join(texts) if indent else "{\n" + "\n".join(texts)[1:]
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    plain = list(reading.read_rows(reading.DataFile(path, "json"), block))
+    assert [json.loads(one) for part in plain for one in part.text.splitlines()] == found
+    assert plain[-1].first + plain[-1].count == len(found)
+    assert rows_of(make(path)) == ROWS * 20
+    (tmp_path / "rows.json.gz").write_bytes(pa.Codec("gzip").compress(path.read_bytes(), asbytes=True))
+    assert rows_of(make(tmp_path / "rows.json.gz")) == ROWS * 20
+
+
+def test_a_long_value_of_an_array_costs_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cache.source import lines as reading
+
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "rows.json"
+    path.write_text('[{"a": 1}, {"input_ids": [' + "1," * (1 << 22) + "1]}]")
+    with pytest.raises(BadSource, match=r"row 1 of .*longer than 1 MiB"):
+        list(reading.read_rows(reading.DataFile(path, "json"), 1 << 16))

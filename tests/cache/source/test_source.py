@@ -232,7 +232,9 @@ def test_half_a_surrogate_pair_beside_the_rows_harms_nobody(make: Any, tmp_path:
 
 def test_conversations_keep_their_text(tmp_path: Path) -> None:
     from cache.source.columns import Layout
-    from cache.source.jsonl import conversation_batch, read_lines
+    from cache.source.jsonl import conversation_batch
+    from cache.source.lines import read_lines
+    from cache.source.place import Place
 
     path = tmp_path / "chat.jsonl"
     calls = [[{"role": "assistant", "arguments": {"a": 1}}], [{"role": "assistant", "arguments": {"b": "x"}}]]
@@ -242,7 +244,7 @@ def test_conversations_keep_their_text(tmp_path: Path) -> None:
         + "".join(json.dumps({"messages": call}) + "\n" for call in calls)
     )
     (block,) = read_lines(path)
-    batch = conversation_batch(block, Layout("conversations", messages="messages"), path)
+    batch = conversation_batch(block, Layout("conversations", messages="messages"), Place(str(path), 0, lines=True))
     messages = [json.loads(text) for text in batch.column("messages").to_pylist()]
     assert messages[0][0]["content"] == "� x"
     assert messages[1][0]["content"] == "\U0001f600"
@@ -251,35 +253,37 @@ def test_conversations_keep_their_text(tmp_path: Path) -> None:
 
 def test_conversations_may_differ_in_type_from_line_to_line(tmp_path: Path) -> None:
     from cache.source.columns import Layout
-    from cache.source.jsonl import conversation_batch, read_lines
+    from cache.source.jsonl import conversation_batch
+    from cache.source.lines import read_lines
+    from cache.source.place import Place
 
     contents: list[Any] = ["q", [{"type": "text", "text": "q"}], None]
     path = tmp_path / "chat.jsonl"
     path.write_text(lines([{"messages": [{"role": "user", "content": content}]} for content in contents]))
     (block,) = read_lines(path)
-    batch = conversation_batch(block, Layout("conversations", messages="messages"), path)
+    batch = conversation_batch(block, Layout("conversations", messages="messages"), Place(str(path), 0, lines=True))
     assert [json.loads(text)[0]["content"] for text in batch.column("messages").to_pylist()] == contents
 
 
 def test_a_line_longer_than_a_block(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cache.source import jsonl
+    from cache.source import chunks
 
     rows = [list(range(i, i + 50)) for i in range(40)]
     path = tmp_path / "rows.jsonl"
     path.write_text(lines([{"input_ids": row, "loss_mask": [1] * 50} for row in rows]))
-    monkeypatch.setattr(jsonl.read_lines, "__defaults__", (64,))
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", 64)
     assert rows_of(make(path)) == rows
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.bin", b"\x00\x01\x02", "expected an Arrow file or stream, Parquet, or one JSON object a line"),
+        ("rows.bin", b"\x00\x01\x02", "expected an Arrow file or stream, Parquet, or JSON: an object a line"),
         ("rows.arrow", b"\xff\xff\xff\xff\x10", "an Arrow stream without its end mark"),
         ("rows.parquet", b"PAR1 and nothing", "not a readable parquet"),
         ("rows.jsonl", b'{"text": "x"}\n', "neither token ids .* nor conversations"),
-        ("rows.jsonl", b"", "no line in it"),
-        ("rows.jsonl", b"[1, 2]\n", "a JSON array, or lists as lines, expected one JSON object a line"),
+        ("rows.jsonl", b"", "no row in it"),
+        ("rows.jsonl", b"[1, 2]\n", "row 0 of .*expected an object"),
     ],
 )
 def test_what_is_no_source_is_refused(make: Any, tmp_path: Path, name: str, content: bytes, message: str) -> None:
