@@ -3,87 +3,77 @@
 dflash-train demo
 dflash-train train --set training.epochs=2 --set name=short
 dflash-train train --dry-run
+dflash-train ls
 
 `python -m flows` does the same, but puts the working directory first on `sys.path`: a `flows/` or `cache.py` of the
 user's own that lies there would be imported instead of ours.
+
+Exit codes: 0 done, 1 failed, 2 a mistake in what was typed, 130 stopped by Ctrl-C.
 """
 
 import argparse
-import logging
+import importlib
 import os
 import signal
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from cache.errors import CacheError
 from cache.plain_errors import report
 from dflash.errors import DflashError
-from flows.cli import clean
-from flows.cli.overrides import check_parameters, with_overrides
-from flows.cli.presets import Deployment, read_deployments
-from flows.cli.temporary_server import choose_server, start_server
 from flows.errors import BadParameter, FlowError
-from flows.runs.directory import read_parameters
-from flows.runs.parameters import repository, resolve_home, run_directory
-from flows.show.progress import console
+from flows.runs.parameters import repository, resolve_home
 
-OUR_LOGGERS = ("flows", "cache", "dflash")
+# Name → where its function is, imported only for itself: a look at a run waits for nothing else.
+COMMANDS = {
+    "ls": ("look.ls", "lists the runs: epoch, loss, tau, who is at work"),
+    "status": ("look.status", "says how one run stands: stages, time left, checkpoint, warnings"),
+    "logs": ("look.logs", "shows what the stages of a run printed; -f goes on"),
+    "resume": ("run_here.resume", "goes on with a run as it was started; nothing is typed again"),
+    "serve": ("serve.main", "serves a run's drafter in llama.cpp's server"),
+    "clean": ("clean.main", "lists what no run needs, and deletes it once that is agreed"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    root = repository()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if arguments[:1] == ["clean"]:
-            return clean.main(arguments[1:], _program())
-        if arguments[:1] == ["serve"]:
-            from flows.cli import serve
-
-            return serve.main(arguments[1:], _program())
-        deployments = read_deployments(root)
-        options = _parser(deployments).parse_args(arguments)
-        deployment = deployments[options.name]
-        tree = with_overrides(deployment.parameters, options.set)
-        os.chdir(root)  # Prefect reads prefect.toml from the working directory only
-        os.environ.setdefault("DO_NOT_TRACK", "1")  # and says on terminals that it tracks, whatever that file says
-        server = choose_server()
-        flow = deployment.load()
-        parameters = check_parameters(flow.fn, tree)
-        _speak_plainly()
-        if options.dry_run:
-            from flows.cli.dry_run import dry_run
-
-            return dry_run(flow.fn, parameters)
-        _require_inputs(parameters)
-        if server is not None:
-            console.print("Starting Prefect's temporary server (about 15 s).")
-            start_server(server, resolve_home(parameters.get("home")))
-        flow(**parameters)
+        return _run(arguments)
     except BadParameter as error:
         print(error, file=sys.stderr)
         return 2
     except (CacheError, DflashError, FlowError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         print(report(error, resolve_home(None)), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
         return 128 + signal.SIGINT
-    return 0
 
 
-def _require_inputs(parameters: dict[str, Any]) -> None:
-    """A path that leads nowhere is found before a server is started for it."""
-    from flows.prepare import require_inputs  # imports Prefect
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] and arguments[0] in COMMANDS:
+        module, _, function = COMMANDS[arguments[0]][0].partition(".")
+        command = getattr(importlib.import_module(f"flows.cli.{module}"), function)
+        return int(command(arguments[1:], _program()))
+    from flows.cli.overrides import with_overrides
+    from flows.cli.presets import read_deployments
+    from flows.cli.run_here import run_here
 
-    if parameters.keys() & {"evaluation", "export"} and "rows" not in parameters:
-        read_parameters(run_directory(parameters["name"], parameters.get("home")))  # a run that is not there
-    if {"rows", "target"} <= parameters.keys():
-        require_inputs(parameters["rows"], parameters["target"], resolve_home(parameters.get("home")))
+    deployments = read_deployments(repository())
+    listed = {one.name: one.description for one in deployments.values()}
+    options = _parser(listed).parse_args(arguments)
+    deployment = deployments[options.name]
+    tree = with_overrides(deployment.parameters, options.set)
+    if options.override:
+        tree |= {"override": True}
+    return run_here(deployment, tree, is_dry=options.dry_run)
 
 
 def _program() -> str:
@@ -91,19 +81,13 @@ def _program() -> str:
     return "dflash-train" if Path(sys.argv[0]).name == "dflash-train" else "python -m flows"
 
 
-def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
-    program = _program()
-    width = max(map(len, deployments), default=0)
-    indent = " " * (width + 4)
-    listed = "\n".join(
-        textwrap.fill(f"  {one.name:<{width}}  {one.description}", 100, subsequent_indent=indent)
-        for one in deployments.values()
-    )
+def _parser(deployments: dict[str, str]) -> argparse.ArgumentParser:
+    commands = {name: text for name, (_, text) in COMMANDS.items()}
     parser = argparse.ArgumentParser(
-        prog=program,
+        prog=_program(),
         description="Runs a deployment of prefect.yaml in this process.",
-        epilog=f"deployments:\n{listed}\n\nParameters: see prefect.yaml. Deleting: see `{program} clean --help`. "
-        f"Serving: see `{program} serve --help`.",
+        epilog=f"deployments:\n{_list(deployments)}\n\ncommands, each with --help:\n{_list(commands)}\n\n"
+        "Parameters: see prefect.yaml.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", choices=list(deployments), help="one of the deployments below")
@@ -119,28 +103,18 @@ def _parser(deployments: dict[str, Deployment]) -> argparse.ArgumentParser:
         action="store_true",
         help="print rows, steps, disk, memory and time, from a measured step; train nothing",
     )
+    parser.add_argument(
+        "--override", action="store_true", help="go on under changed settings that change the curve, on record"
+    )
     return parser
 
 
-class _Plain(logging.Handler):
-    """Our own lines without time stamps, above the live progress line and not across it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "flows.show.progress" and console.is_terminal:
-            return  # the live line shows it
-        console.print(self.format(record), markup=False, soft_wrap=True)
-
-
-def _speak_plainly() -> None:
-    """Show only our own lines on the terminal; Prefect keeps its own in its database and shows them on its pages."""
-    from prefect.logging.handlers import PrefectConsoleHandler
-
-    names = [*logging.root.manager.loggerDict, *OUR_LOGGERS]
-    for handler in {handler for name in names for handler in logging.getLogger(name).handlers}:
-        if isinstance(handler, PrefectConsoleHandler):
-            handler.setLevel(logging.CRITICAL)
-    for name in OUR_LOGGERS:
-        logging.getLogger(name).addHandler(_Plain())
+def _list(described: dict[str, str]) -> str:
+    width = max(map(len, described), default=0)
+    return "\n".join(
+        textwrap.fill(f"  {name:<{width}}  {text}", 100, subsequent_indent=" " * (width + 4))
+        for name, text in described.items()
+    )
 
 
 if __name__ == "__main__":

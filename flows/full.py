@@ -12,7 +12,8 @@ from flows.prepare import prepare_run
 from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, in_use
 from flows.runs.naming import full_run_name
-from flows.runs.parameters import Dask, Home, Name, Parameters
+from flows.runs.parameters import Dask, Home, Name, Override, Parameters
+from flows.runs.start import note_flow
 from flows.serve_check import serve_check_run
 from flows.show.summary import outcome, summarise
 from flows.train import train_run
@@ -29,6 +30,7 @@ def full(
     export: ExportConfig = ExportConfig(),
     home: Home = None,
     dask: Dask = None,
+    override: Override = False,
 ) -> "State[Tree]":
     """Prepares, trains, evaluates, exports and tries the drafter in a server; what is done already is not repeated.
 
@@ -42,6 +44,7 @@ def full(
         export: how it is exported
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
         dask: where conversations are tokenised; null means in this process
+        override: go on under changed settings that change the curve; the run's history keeps them
     """
     given = Parameters(
         **from_deployment(
@@ -56,8 +59,9 @@ def full(
         )
     )
     with in_use(given.run_directory):
+        note_flow(given, "flows.full.full", dask)
         parameters, tokens = prepare_run(given, dask)
-        train_run(parameters, tokens)
+        train_run(parameters, tokens, override)
         evaluate_run(parameters, tokens)
         export_run(parameters)
         served = serve_check_run(parameters, tokens)

@@ -18,8 +18,9 @@ from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, accept_config, epochs_done, in_use, proposed_config, read_lines, stage_alone
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.naming import train_run_name
-from flows.runs.parameters import Dask, Home, Name, Parameters
+from flows.runs.parameters import Dask, Home, Name, Override, Parameters
 from flows.runs.repeats import is_worth_retrying, train_fingerprint
+from flows.runs.start import note_flow
 from flows.show.artifacts import reporting
 from flows.show.tables import curve_svg, pipeline_table
 from flows.stage.limits import Limits, fix_limits
@@ -39,6 +40,7 @@ def train(
     export: ExportConfig = ExportConfig(),
     home: Home = None,
     dask: Dask = None,
+    override: Override = False,
 ) -> "State[Tree]":
     """Trains a drafter from the newest checkpoint of its run directory on, until the plan or this run's share is done.
 
@@ -52,6 +54,7 @@ def train(
         export: how it will be exported
         home: directory of all data; null means $DFLASH_HOME, or var/ in the repository
         dask: where conversations are tokenised; null means in this process
+        override: go on under changed settings that change the curve; the run's history keeps them
     """
     given = Parameters(
         **from_deployment(
@@ -66,11 +69,12 @@ def train(
         )
     )
     with in_use(given.run_directory):
-        trained = train_run(*prepare_run(given, dask))
+        note_flow(given, "flows.train.train", dask)
+        trained = train_run(*prepare_run(given, dask), override)
     return Completed(message=outcome(trained), data=trained)
 
 
-def train_run(parameters: Parameters, tokens: Path) -> Tree:
+def train_run(parameters: Parameters, tokens: Path, override: bool = False) -> Tree:
     """Trains what is left of the run, at most up to the limits of this flow run. Returns train.json."""
     run = parameters.run_directory
     fingerprint = train_fingerprint(parameters, tokens)
@@ -85,7 +89,7 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
         logger.info("train: nothing is trained in this run: %s", why_reached)
         so_far = {"epochs_done": epochs_done(run), "epochs": parameters.training.epochs}
         return (trained or {"finished": False}) | so_far | {"note": f"nothing was trained: {why_reached}"}
-    trained = train_drafter(parameters, tokens, limits)
+    trained = train_drafter(parameters, tokens, limits, override)
     if trained["finished"]:
         mark_finished(run, "train", fingerprint)
     logger.info("train: %s", outcome(trained))
@@ -103,11 +107,12 @@ def train_run(parameters: Parameters, tokens: Path) -> Tree:
     retry_jitter_factor=0.5,
     retry_condition_fn=is_worth_retrying,
 )
-def train_drafter(parameters: Parameters, tokens: Path, limits: Limits) -> Tree:
+def train_drafter(parameters: Parameters, tokens: Path, limits: Limits, override: bool = False) -> Tree:
     run = parameters.run_directory
     with stage_alone(run, "train"), proposed_config(run, parameters, "train") as config:
         plan = check_run(run, tokens, config)
         arguments = ["train", str(run), "--tokens", str(tokens), "--config", config, *limits.arguments()]
+        arguments += ["--override"] if override else []
         watch_stage("train", arguments, run, plan["processes"])
     trained = read_json(run / "train.json")
     assert trained is not None, "a training that succeeded leaves train.json"

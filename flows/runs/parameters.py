@@ -28,6 +28,10 @@ Dask = Annotated[
         pattern=r"^(local:[1-9]\d*|(tcp|tls)://.+)$",
     ),
 ]
+Override = Annotated[
+    bool,
+    Field(description="go on under changed settings that change the curve; the run's history keeps them"),
+]
 
 
 class Parameters(RunConfig):

@@ -17,6 +17,7 @@ import cache.__main__ as cache_cli
 import flows.__main__ as flows_cli
 from cache.build import build
 from cache.config import RowsConfig
+from flows.cli import run_here
 
 SLOWEST_S = 3.0
 
@@ -43,6 +44,9 @@ FLOWS = [
     (("evaluate", "--set", "name=none"), 1, "name=none: there is no run in"),
     (("export", "--set", "name=none"), 1, "name=none: there is no run in"),
     (("evaluate", "--dry-run"), 2, "trains nothing"),
+    (("status", "none"), 2, "none: there is no such run"),
+    (("logs", "../x"), 2, "is no name of a run"),
+    (("resume", "none"), 2, "none: there is no such run"),
     (("clean", "--run", "none"), 2, "there is no such run"),
     (("clean", "--run", "../.."), 2, "is no name of a run"),
 ]
@@ -112,9 +116,9 @@ def no_server(inputs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake that is found after a server was started for it has cost its maker half a minute."""
     monkeypatch.setenv("DFLASH_HOME", f"{inputs['d']}/home")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(flows_cli, "choose_server", lambda: "http://127.0.0.1:1/api")
-    monkeypatch.setattr(flows_cli, "start_server", lambda *_: pytest.fail("a server was started"))
-    monkeypatch.setattr(flows_cli, "_speak_plainly", lambda: None)
+    monkeypatch.setattr(run_here, "choose_server", lambda: "http://127.0.0.1:1/api")
+    monkeypatch.setattr(run_here, "start_server", lambda *_: pytest.fail("a server was started"))
+    monkeypatch.setattr(run_here, "_speak_plainly", lambda: None)
     monkeypatch.setattr(os, "chdir", lambda _: None)
 
 
