@@ -25,5 +25,9 @@ class StageStopped(FlowError):
     """The process of a stage was asked to stop by someone else and did so cleanly; a later run goes on from there."""
 
 
+class NoProgress(FlowError):
+    """A stage died several times at the same place; trying again is left to a person."""
+
+
 class CannotFit(FlowError):
     """The check before a training says that the run cannot fit on this machine."""

@@ -7,7 +7,6 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
-from prefect.tasks import exponential_backoff
 
 from cache.config import RowsConfig
 from cache.json_file import read_json
@@ -16,7 +15,7 @@ from flows.prepare import local_target
 from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, proposed_config, stage_alone
 from flows.runs.parameters import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
-from flows.runs.repeats import is_worth_retrying
+from flows.stage.attempts import Position, keep_trying
 from flows.stage.watch import watch_stage
 
 logger = logging.getLogger("flows.regenerate")
@@ -50,27 +49,25 @@ def regenerate(
         target=local_target(resolve_target(given["target"], root), root),
         generation=generation,
     )
-    answered = answer(root / "answers" / name, config)
+    directory = root / "answers" / name
+    answered = keep_trying("generate", directory, lambda: answered_bytes(directory), lambda: answer(directory, config))
     logger.info("regenerate: %s", outcome(answered))
     return Completed(message=outcome(answered), data=answered)
 
 
 # Called directly, never submitted: signals reach the main thread only.
-@task(
-    name="regenerate",
-    task_run_name="regenerate {directory.name}",
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=exponential_backoff(backoff_factor=10),
-    retry_jitter_factor=0.5,
-    retry_condition_fn=is_worth_retrying,
-)
+@task(name="regenerate", task_run_name="regenerate {directory.name}", cache_policy=NO_CACHE)
 def answer(directory: Path, config: AnswersConfig) -> Tree:
     with stage_alone(directory, "generate"), proposed_config(directory, config, "generate") as name:
         watch_stage("generate", ["generate", str(directory), "--config", name], directory)
     result = read_json(directory / "answers.json")
     assert result is not None, "a generation that succeeded leaves answers.json"
     return result
+
+
+def answered_bytes(directory: Path) -> Position:
+    """Answers are added to the shards as rows finish."""
+    return (sum(shard.stat().st_size for shard in directory.glob("shard-*.jsonl")),)
 
 
 def outcome(result: Tree) -> str:

@@ -7,7 +7,6 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
-from prefect.tasks import exponential_backoff
 
 from cache.config import RowsConfig
 from cache.json_file import read_json
@@ -15,14 +14,24 @@ from dflash.config import DrafterConfig, EvaluationConfig, ExportConfig, TargetC
 from flows.errors import CannotFit
 from flows.prepare import prepare_run
 from flows.runs.deployed import from_deployment
-from flows.runs.directory import Tree, accept_config, epochs_done, in_use, proposed_config, read_lines, stage_alone
+from flows.runs.directory import (
+    Tree,
+    accept_config,
+    checkpoint_position,
+    epochs_done,
+    in_use,
+    proposed_config,
+    read_lines,
+    stage_alone,
+)
 from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.naming import train_run_name
 from flows.runs.parameters import Dask, Home, Name, Override, Parameters
-from flows.runs.repeats import is_worth_retrying, train_fingerprint
+from flows.runs.repeats import train_fingerprint
 from flows.runs.start import note_flow
 from flows.show.artifacts import reporting
 from flows.show.tables import curve_svg, pipeline_table
+from flows.stage.attempts import keep_trying
 from flows.stage.limits import Limits, fix_limits
 from flows.stage.watch import watch_stage
 
@@ -89,24 +98,18 @@ def train_run(parameters: Parameters, tokens: Path, override: bool = False) -> T
         logger.info("train: nothing is trained in this run: %s", why_reached)
         so_far = {"epochs_done": epochs_done(run), "epochs": parameters.training.epochs}
         return (trained or {"finished": False}) | so_far | {"note": f"nothing was trained: {why_reached}"}
-    trained = train_drafter(parameters, tokens, limits, override)
+    trained = keep_trying(
+        "train", run, lambda: checkpoint_position(run), lambda: train_drafter(parameters, tokens, limits, override)
+    )
     if trained["finished"]:
         mark_finished(run, "train", fingerprint)
     logger.info("train: %s", outcome(trained))
     return trained
 
 
-# Called directly, never submitted: signals reach the main thread only. The retries sit here, around the child process,
-# because a flow retried in its own process keeps what the failed attempt held.
-@task(
-    name="train",
-    task_run_name="train {parameters.name}",
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=exponential_backoff(backoff_factor=10),
-    retry_jitter_factor=0.5,
-    retry_condition_fn=is_worth_retrying,
-)
+# Called directly, never submitted: signals reach the main thread only. It is tried again by `keep_trying`, and not by
+# Prefect: a flow retried in its own process keeps what the failed attempt held, and a task has so many retries in all.
+@task(name="train", task_run_name="train {parameters.name}", cache_policy=NO_CACHE)
 def train_drafter(parameters: Parameters, tokens: Path, limits: Limits, override: bool = False) -> Tree:
     run = parameters.run_directory
     with stage_alone(run, "train"), proposed_config(run, parameters, "train") as config:

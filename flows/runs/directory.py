@@ -89,11 +89,16 @@ def newest_checkpoint(run: Path) -> Path | None:
     return run / "checkpoints" / max(found)[2] if found else None
 
 
-def epochs_done(run: Path) -> int:
-    """Whole epochs behind the newest checkpoint: the first number of its name."""
+def checkpoint_position(run: Path) -> tuple[int, int]:
+    """Epochs done, and steps done in the next one, of the newest checkpoint: the numbers of its name."""
     newest = newest_checkpoint(run)
     match = None if newest is None else _CHECKPOINT.fullmatch(newest.name)
-    return 0 if match is None else int(match[1])
+    return (0, 0) if match is None else (int(match[1]), int(match[2]))
+
+
+def epochs_done(run: Path) -> int:
+    """Whole epochs behind the newest checkpoint."""
+    return checkpoint_position(run)[0]
 
 
 def _names(run: Path) -> list[str]:

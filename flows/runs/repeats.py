@@ -17,7 +17,7 @@ from cache.plain_errors import HOPELESS_ERRNOS
 from dflash.config import NOT_LEARNED
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, RunLocked, TargetMismatch
 from dflash.target.identity import fingerprint
-from flows.errors import BadParameter, CannotFit, StageRefused, StageStopped
+from flows.errors import BadParameter, CannotFit, NoProgress, StageRefused, StageStopped
 from flows.runs.directory import Tree, newest_checkpoint
 from flows.runs.parameters import Parameters
 
@@ -32,6 +32,7 @@ HOPELESS: tuple[type[Exception], ...] = (
     BadParameter,
     CacheError,
     CannotFit,
+    NoProgress,
     CheckpointCorrupt,
     ConfigMismatch,
     RunLocked,
@@ -62,10 +63,15 @@ def why_not_open(directory: Path) -> str | None:
     return None
 
 
-def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
+def is_hopeless(failure: object) -> bool:
     """A wrong parameter or a bad row fails at once; a killed process, a lost GPU or disk may do better next time."""
+    return isinstance(failure, HOPELESS) or getattr(failure, "errno", None) in HOPELESS_ERRNOS
+
+
+def is_worth_retrying(task: Any, task_run: Any, state: "State[Any]") -> bool:
+    """For tasks that Prefect itself tries again."""
     failure = state.result(raise_on_failure=False)
-    is_worth_it = not isinstance(failure, HOPELESS) and getattr(failure, "errno", None) not in HOPELESS_ERRNOS
+    is_worth_it = not is_hopeless(failure)
     if is_worth_it:
         logger.warning("%s failed: %s: %s", task.name, type(failure).__name__, failure)
         logger.warning("It is tried again, up to %d times, from where it got to.", task.retries)

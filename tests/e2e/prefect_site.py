@@ -103,12 +103,21 @@ class Site:
     def state(self, flow_run_id: str) -> str:
         return str(self.call("GET", f"/flow_runs/{flow_run_id}")["state_name"])
 
-    def wait_for_state(self, flow_run_id: str, *names: str, timeout_s: float = 240.0) -> str:
-        """Fails at once when the run ends otherwise.
+    def states(self, flow_run_id: str) -> list[str]:
+        """Names of all its states, in order."""
+        found = self.call("GET", f"/flow_run_states/?flow_run_id={flow_run_id}")
+        return [state["name"] for state in sorted(found, key=lambda state: state["timestamp"])]
+
+    def wait_for_state(
+        self, flow_run_id: str, *names: str, timeout_s: float = 240.0, started_again: bool = False
+    ) -> str:
+        """Fails at once when the run ends otherwise; `started_again`: when it crashes, an automation goes on.
 
         A cancelled run is Crashed, for its own process has ended by a signal, until its worker says why.
         """
-        other_ends = {"Completed", "Failed", "Crashed", "Cancelled"} - ({"Crashed"} if "Cancelled" in names else set())
+        other_ends = {"Completed", "Failed", "Crashed", "Cancelled"} - (
+            {"Crashed"} if "Cancelled" in names or started_again else set()
+        )
 
         def reached() -> str | None:
             state = self.state(flow_run_id)

@@ -6,12 +6,14 @@ One site serves all tests; they run in the order in which they stand. A silent r
 last heartbeat, and the other tests run meanwhile.
 """
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from prefect_site import ROOT, Site, wait_for
 from safetensors.numpy import load_file
@@ -91,7 +93,7 @@ def test_deployed_run_trains_to_the_end(site: Site) -> None:
 @pytest.fixture(scope="module")
 def silent_run(site: Site) -> str:
     """A night's run in which flow and worker were killed after two epochs: nobody is left to say so."""
-    run = site.run_deployment("train/nightly-epoch", {"training": TRAINING | {"epochs_per_run": EPOCHS}})
+    run = site.run_deployment("train/nightly-epoch", {"training": {"epochs_per_run": EPOCHS - 1}})
     wait_until_training(site, "nightly", beyond="epoch-002-step-000000")
     assert site.worker is not None
     site.worker.kill()
@@ -108,7 +110,7 @@ def test_worker_and_flow_killed_leave_no_process_and_a_run_that_looks_alive(site
 
 
 def test_cancel_stops_all_processes_of_a_run_and_is_cancelled(site: Site) -> None:
-    long = TRAINING | {"epochs": 100, "processes": 2, "tokens_per_step": 128}
+    long = {"epochs": 100, "processes": 2, "tokens_per_step": 128}
     run = site.run_deployment("train/train", {"name": "two", "training": long})
     wait_until_training(site, "two")
     assert len(site.training_processes()) == 3, "torchrun and its two"
@@ -131,17 +133,66 @@ def test_cancel_finishes_the_step_writes_a_checkpoint_and_is_cancelled(site: Sit
     assert_same_weights(site, "cancelled")
 
 
-def test_flow_killed_is_crashed_at_once_and_the_next_run_goes_on(site: Site) -> None:
-    run = site.run_deployment("train/train", {"name": "flow-killed"})
-    wait_until_training(site, "flow-killed")
-    for process in site.flow_processes():
-        process.kill()
-    wait_for("the training process to die with its flow", lambda: not site.training_processes(), timeout_s=5)
-    site.wait_for_state(run, "Crashed", timeout_s=60)
-    again = site.run_deployment("train/train", {"name": "flow-killed"})
-    site.wait_for_state(again, "Completed")
-    assert trained(site, "flow-killed")["resumed_from"] is not None
-    assert_same_weights(site, "flow-killed")
+def kill_training(site: Site, name: str) -> None:
+    """The process that trains: not the flow's own, which then tries again."""
+    found = wait_for(f"the training of {name}", lambda: [one for one in site.training_processes() if trains(one, name)])
+    found[0].kill()
+
+
+def trains(process: psutil.Process, name: str) -> bool:
+    try:
+        command = process.cmdline()
+        return "train" in command and any(part.endswith(f"/runs/{name}") for part in command)
+    except psutil.Error:
+        return False
+
+
+def kill_flow(site: Site, name: str) -> None:
+    found = wait_for(f"the training of {name}", lambda: [one for one in site.training_processes() if trains(one, name)])
+    flow = found[0].parent()
+    assert flow is not None
+    flow.kill()
+
+
+def test_run_that_dies_eight_times_with_progress_in_between_is_finished(site: Site) -> None:
+    run = site.run_deployment("train/train", {"name": "mortal"})
+    newest = "epoch-000-step-000000"
+    for number in range(8):
+        wait_until_training(site, "mortal", beyond=newest)
+        newest = checkpoints(site, "mortal")[-1]
+        if number % 2:
+            kill_flow(site, "mortal")
+            site.wait_for_state(run, "Crashed", timeout_s=30)
+        else:
+            kill_training(site, "mortal")
+    site.wait_for_state(run, "Completed", started_again=True)
+    states = site.states(run)
+    print("mortal:", states)
+    assert [state for state in states if state in ("Crashed", "AwaitingRetry")] == 4 * ["Crashed", "AwaitingRetry"]
+    tasks = site.call("POST", "/task_runs/filter", {"limit": 200, "task_runs": {"name": {"like_": "train mortal"}}})
+    assert len(tasks) >= 9
+    assert trained(site, "mortal")["resumed_from"] is not None
+    assert_same_weights(site, "mortal")
+
+
+def test_run_that_dies_three_times_without_progress_is_failed(site: Site) -> None:
+    run = site.run_deployment("train/train", {"name": "stuck", "training": {"checkpoint_every_steps": 10_000}})
+    for kill in (kill_training, kill_flow, kill_training):
+        wait_for("the training", lambda: progress(site, "stuck") > 0)
+        (site.home / "runs/stuck/progress-train.json").unlink()
+        kill(site, "stuck")
+    site.wait_for_state(run, "Failed", started_again=True)
+    print("stuck:", site.states(run))
+    assert site.states(run).count("Crashed") == 1
+    assert not trained(site, "stuck")["finished"]
+
+
+def progress(site: Site, name: str) -> float:
+    """Steps that a training has done."""
+    file = site.home / "runs" / name / "progress-train.json"
+    with contextlib.suppress(FileNotFoundError):
+        return float(json.loads(file.read_text())["done"])
+    return 0
 
 
 def test_server_restarted_does_not_end_the_run(site: Site) -> None:
@@ -163,12 +214,14 @@ def test_worker_killed_does_not_end_the_run(site: Site) -> None:
     assert_same_weights(site, "worker-killed")
 
 
-def test_silent_run_is_crashed_which_frees_its_slot_and_the_schedule_finishes_what_is_left(
+def test_silent_run_is_crashed_and_started_again_and_the_schedule_finishes_what_is_left(
     site: Site, silent_run: str
 ) -> None:
     site.start_worker()
-    site.wait_for_state(silent_run, "Crashed", timeout_s=200)
-    assert "No heartbeat for 150 s" in site.call("GET", f"/flow_runs/{silent_run}")["state"]["message"]
+    site.wait_for_state(silent_run, "Completed", timeout_s=300, started_again=True)
+    found = site.call("GET", f"/flow_run_states/?flow_run_id={silent_run}")
+    assert [state["message"][:22] for state in found if state["name"] == "Crashed"] == ["No heartbeat for 150 s"]
+    assert trained(site, "nightly")["epochs_done"] == EPOCHS - 1, "as many as its first attempt was to reach"
     site.prefect("deployment", "schedule", "resume", "train/nightly-epoch", schedule(site)["id"])
     wait_for("the schedule to finish the plan", lambda: trained(site, "nightly")["finished"], timeout_s=400)
     site.prefect("deployment", "schedule", "pause", "train/nightly-epoch", schedule(site)["id"])
@@ -187,6 +240,12 @@ def test_rows_were_prepared_once_in_all(site: Site) -> None:
     states = [task["state_name"] for task in tasks]
     assert states.count("Completed") == 1
     assert states.count("Cached") == len(states) - 1 >= 6
+
+
+def test_cancelled_runs_were_not_started_again(site: Site) -> None:
+    runs = site.call("POST", "/flow_runs/filter", {"flow_runs": {"state": {"name": {"any_": ["Cancelled"]}}}})
+    cancelled = [run["parameters"]["name"] for run in runs if run["start_time"]]
+    assert sorted(cancelled) == ["cancelled", "two"]
 
 
 def test_nothing_of_any_run_is_left(site: Site) -> None:

@@ -1,6 +1,7 @@
 """Stands in for `python -m dflash` in tests of flows: the same files, exit codes and signals, no torch, no learning.
 
-`training.lr` picks the behaviour: each attempt appends to RUN/attempts; FAIL_FIRST attempts of training fail.
+Each attempt appends to RUN/attempts. FAKE_FAIL_FIRST attempts of training die after a checkpoint of their own, those in
+epoch FAKE_FAIL_IN die without one.
 """
 
 import hashlib
@@ -57,6 +58,8 @@ def train(run: Path, config: dict[str, Any]) -> None:
             time.sleep(0.05)
             if STOPPED:
                 sys.exit(75)
+        if epoch == int(os.environ.get("FAKE_FAIL_IN", "-1")):
+            os.kill(os.getpid(), signal.SIGKILL)
         epoch += 1
         last = checkpoint(run, epoch, 0)
         if attempt <= int(os.environ.get("FAKE_FAIL_FIRST", "0")):

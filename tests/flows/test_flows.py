@@ -19,7 +19,7 @@ from dflash.errors import ConfigMismatch, RunLocked
 from flows import prepare as prepare_module
 from flows import serve_check as serve_check_module
 from flows.cli.overrides import check_parameters
-from flows.errors import BadParameter, CannotFit, StageKilled
+from flows.errors import BadParameter, CannotFit, NoProgress, StageKilled
 from flows.evaluate import evaluate
 from flows.export import export
 from flows.full import full
@@ -29,6 +29,8 @@ from flows.runs.ledger import mark_finished, seconds_by_stage
 from flows.serve_check import serve_check
 from flows.show.summary import summary_table
 from flows.show.tables import served_line
+from flows.stage import attempts as attempts_module
+from flows.stage.attempts import _begin
 from flows.train import outcome, train, train_drafter
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -185,8 +187,7 @@ def test_lower_limit_of_dropped_rows_counts_on_a_hit_too(rows: Path, tree: dict[
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_drafter, "retry_delay_seconds", 0)
-    monkeypatch.setattr(train_drafter, "retry_jitter_factor", None)
+    monkeypatch.setattr(attempts_module, "DELAYS_S", (0.0, 0.0))
 
 
 def attempts(home: Path) -> list[str]:
@@ -195,23 +196,41 @@ def attempts(home: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("quick_retries")
-def test_killed_training_is_tried_again_from_its_checkpoint(
+def test_training_that_dies_eight_times_after_a_checkpoint_each_is_finished(
     home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_FAIL_FIRST", "1")
-    trained = run(train, tree)
-    assert trained["epochs_done"] == 2
-    assert len(attempts(home)) == 2
+    monkeypatch.setenv("FAKE_FAIL_FIRST", "8")
+    trained = run(train, tree | {"training": {"epochs": 9}})
+    assert trained["epochs_done"] == 9
+    assert len(attempts(home)) == 9
+    assert not (home / "runs/tiny/attempts-train.json").exists()
 
 
 @pytest.mark.usefixtures("quick_retries")
-def test_training_that_is_killed_every_time_fails_with_its_own_error(
+def test_training_that_dies_three_times_at_one_place_fails_with_its_own_error(
     home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_FAIL_FIRST", "99")
+    monkeypatch.setenv("FAKE_FAIL_FIRST", "2")  # both get further, so they do not count
+    monkeypatch.setenv("FAKE_FAIL_IN", "3")
     with pytest.raises(StageKilled, match="SIGKILL"):
         run(train, tree | {"training": {"epochs": 9}})
-    assert len(attempts(home)) == 4
+    assert len(attempts(home)) == 6, "the third got to the place where it dies"
+    with pytest.raises(StageKilled):  # another run begins to count anew
+        run(train, tree | {"training": {"epochs": 9}})
+    assert len(attempts(home)) == 9
+
+
+@pytest.mark.parametrize(("gets_further", "allowed"), [(True, 8), (False, 3)])
+def test_deaths_of_the_whole_flow_are_counted_over_its_starts(tmp_path: Path, gets_further: bool, allowed: int) -> None:
+    """Each start is the same flow run, whose attempt leaves nothing but what lies on disk."""
+    file = tmp_path / "attempts-train.json"
+    for number in range(allowed):
+        _begin("train", file, "one", (number if gets_further else 0, 0))
+    if gets_further:
+        return
+    with pytest.raises(NoProgress, match="died 3 times in this flow run without getting further"):
+        _begin("train", file, "one", (0, 0))
+    _begin("train", file, "one", (0, 0))  # by hand
 
 
 @pytest.mark.usefixtures("quick_retries")
@@ -322,8 +341,8 @@ def test_flow_run_tried_again_keeps_its_limits(
     """What `prefect flow-run retry` does: the same flow run, from the top, in a new process."""
     from prefect.flow_engine import run_flow
 
-    monkeypatch.setattr(train_drafter, "retries", 0)
-    monkeypatch.setenv("FAKE_FAIL_FIRST", "1")
+    monkeypatch.setattr(attempts_module, "MAX_FAILURES", 1)
+    monkeypatch.setenv("FAKE_FAIL_IN", "0")
     arguments = check_parameters(
         train.fn, tree | {"training": {"epochs": 3, "epochs_per_run": 2, "stop_after_s": 3600}}
     )
@@ -335,6 +354,7 @@ def test_flow_run_tried_again_keeps_its_limits(
         assert again.state is not None
         assert again.state.is_failed()
         _schedule_again(client, again)
+        monkeypatch.delenv("FAKE_FAIL_IN")
         run_flow(train, client.read_flow_run(flow_run.id), parameters=arguments)
     first, second = attempts(home)
     assert first.startswith("--until-epoch 2 --until-time ")
@@ -385,8 +405,5 @@ def test_plan_that_is_done_is_completed_with_nothing_left(tree: dict[str, Any]) 
     assert state.message == "2/2 epochs, 20 steps, loss 3.000, nothing left"
 
 
-def test_retries_sit_on_the_task_and_not_on_the_flow() -> None:
-    assert (train.retries, full.retries) == (0, 0), "a flow retried in its own process keeps what the attempt held"
-    assert train_drafter.retries == 3
-    assert train_drafter.retry_delay_seconds == [10, 20, 40]
-    assert train_drafter.retry_jitter_factor == 0.5
+def test_prefect_itself_retries_neither_the_flow_nor_the_task() -> None:
+    assert (train.retries, full.retries, train_drafter.retries) == (0, 0, 0), "a number for the whole run is not enough"

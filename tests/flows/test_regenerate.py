@@ -23,6 +23,11 @@ command, path = sys.argv[1], Path(sys.argv[2])
 assert command == "generate"
 proposed = path / sys.argv[sys.argv.index("--config") + 1]
 config = json.loads(proposed.read_text())
+if len((path / "attempts").read_text() if (path / "attempts").exists() else "") < config["generation"]["seed"]:
+    for file, text in (("attempts", "x"), ("shard-00000.jsonl", "{}\\n")):
+        with (path / file).open("a") as stream:
+            stream.write(text)
+    sys.exit(9)
 header = path / "header.json"
 if not header.exists():
     header.write_text(json.dumps(config["generation"]["temperature"]))
@@ -68,3 +73,11 @@ def test_refusal_is_not_tried_again_and_leaves_the_parameters_that_were(home: Pa
         state.result()
     assert json.loads((home / "answers/own/config.json").read_text()) == json.loads(before)
     assert (home / "answers/own/attempts").read_text() == "xx"
+
+
+def test_answering_that_dies_is_tried_again_as_long_as_it_answers(
+    home: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.stage.attempts.DELAYS_S", (0.0, 0.0))
+    assert run(tree, generation={"seed": 5}).is_completed()
+    assert (home / "answers/own/attempts").read_text() == 6 * "x"

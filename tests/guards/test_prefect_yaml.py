@@ -53,15 +53,15 @@ def test_entry_is_complete(entry: dict[str, Any]) -> None:
         assert "active" not in schedule
 
 
-def test_automation_watches_runs_of_our_deployments_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automations_watch_runs_of_our_deployments_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.events.schemas.events import RelatedResource
     from prefect.server.events.schemas.automations import EventTrigger
     from prefect.server.events.schemas.events import ReceivedEvent
 
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from setup_automations import SILENT_AFTER_S, automation
+    from setup_automations import SILENT_AFTER_S, automations
 
-    trigger = EventTrigger.model_validate(automation().trigger.model_dump(mode="json"))
+    triggers = [EventTrigger.model_validate(one.trigger.model_dump(mode="json")) for one in automations()]
     run = {"prefect.resource.id": f"prefect.flow-run.{uuid4()}"}
 
     def heartbeat(tag: str) -> ReceivedEvent:
@@ -69,8 +69,9 @@ def test_automation_watches_runs_of_our_deployments_and_no_others(monkeypatch: p
         moment = {"occurred": "2026-01-01T00:00:00Z", "id": uuid4(), "received": "2026-01-01T00:00:00Z"}
         return ReceivedEvent(event="prefect.flow-run.heartbeat", resource=run, related=[tagged.model_dump()], **moment)
 
-    assert trigger.covers_resources(heartbeat("dflash-train").resource, heartbeat("dflash-train").related)
-    assert not trigger.covers_resources(heartbeat("theirs").resource, heartbeat("theirs").related)
+    for trigger in triggers:
+        assert trigger.covers_resources(heartbeat("dflash-train").resource, heartbeat("dflash-train").related)
+        assert not trigger.covers_resources(heartbeat("theirs").resource, heartbeat("theirs").related)
     every_s = int(ENTRIES[0]["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
     assert 5 * every_s <= SILENT_AFTER_S
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache.errors import BadRow
 from flows.errors import StageError, StageKilled
-from flows.runs.repeats import is_worth_retrying
+from flows.runs.repeats import is_hopeless, is_worth_retrying
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,5 @@ from flows.runs.repeats import is_worth_retrying
 )
 def test_only_what_may_do_better_next_time_is_tried_again(failure: Exception, expected: bool) -> None:
     state: Any = SimpleNamespace(result=lambda raise_on_failure: failure)
-    assert is_worth_retrying(SimpleNamespace(name="train", retries=3), None, state) is expected
+    assert is_worth_retrying(SimpleNamespace(name="slice", retries=3), None, state) is expected
+    assert is_hopeless(failure) is not expected
