@@ -1,11 +1,31 @@
 """Parameters of target, drafter, training, evaluation, export and generation: one tree, the same names everywhere."""
 
 from typing import Annotated, Literal, Self
+from zoneinfo import available_timezones
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cache.config import RowsConfig
 
+
+def _known_zone(text: str) -> str:
+    zone = text.partition(" ")[2]
+    if zone and zone not in available_timezones():
+        raise ValueError(f"there is no time zone {zone}; give one such as Europe/Berlin or UTC, or none")
+    return text
+
+
+def _as_typed(value: object) -> object:
+    """YAML reads 16:00, but not 06:00, as 16 times 60."""
+    return f"{value // 60:02}:{value % 60:02}" if isinstance(value, int) and 0 <= value < 24 * 60 else value
+
+
+TimeOfDay = Annotated[
+    str,
+    Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d( [A-Za-z][\w+/-]*)?$"),
+    BeforeValidator(_as_typed),
+    AfterValidator(_known_zone),
+]
 GgufType = Literal["float16", "bfloat16", "float32", "q8_0"]
 
 
@@ -118,6 +138,11 @@ class TrainingConfig(_Model):
     )
     epochs_per_run: int | None = Field(None, description="end this run after so many epochs; the next goes on", ge=1)
     stop_after_s: float | None = Field(None, description="end this run after so many seconds; the next goes on", gt=0)
+    until: TimeOfDay | None = Field(
+        None,
+        description="end this run at this time of day, hh:mm, such as 06:00 Europe/Berlin; without a time zone, the "
+        "machine's; the next goes on",
+    )
     checkpoint_every_steps: int = Field(500, description="steps between checkpoints", ge=1)
     checkpoint_every_s: float = Field(900.0, description="seconds after which a checkpoint is due anyhow", gt=0)
     evaluate_every_steps: int | None = Field(
@@ -138,6 +163,7 @@ NOT_LEARNED = (
     "recompute",
     "epochs_per_run",
     "stop_after_s",
+    "until",
     "checkpoint_every_steps",
     "checkpoint_every_s",
     "evaluate_every_steps",

@@ -4,6 +4,7 @@
 result keyed by the flow run), and every later attempt of the same flow run reads it.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from prefect.cache_policies import RUN_ID
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 
+from dflash.training.until import end_of_window
 from flows.runs.directory import Tree, epochs_done
 from flows.runs.parameters import Parameters, resolve_home
 
@@ -45,7 +47,7 @@ class Limits:
 def fix_limits(parameters: Parameters) -> Limits:
     """The limits of this flow run: from its first attempt where there was one."""
     training = parameters.training
-    if training.epochs_per_run is None and training.stop_after_s is None:
+    if training.epochs_per_run is None and training.stop_after_s is None and training.until is None:
         return Limits()
     if FlowRunContext.get() is None:  # a plain call: there is no flow run that could be tried again
         return Limits(**compute_limits.fn(parameters))
@@ -66,8 +68,6 @@ def compute_limits(parameters: Parameters) -> Tree:
     until_epoch = None
     if training.epochs_per_run is not None:
         until_epoch = min(epochs_done(parameters.run_directory) + training.epochs_per_run, training.epochs)
-    until_time = None
-    if training.stop_after_s is not None:
-        scheduled = flow_run.scheduled_start_time or datetime.now(UTC)
-        until_time = scheduled.timestamp() + training.stop_after_s
-    return asdict(Limits(until_epoch, until_time))
+    scheduled = flow_run.scheduled_start_time or datetime.now(UTC)
+    until_time = end_of_window(training, scheduled.timestamp())
+    return asdict(Limits(until_epoch, None if math.isinf(until_time) else until_time))

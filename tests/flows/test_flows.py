@@ -377,6 +377,19 @@ def test_window_runs_from_the_scheduled_start(home: Path, tree: dict[str, Any]) 
     assert until == pytest.approx(scheduled.timestamp() + 7200, abs=0.01)
 
 
+def test_night_until_a_time_of_day_is_that_of_its_scheduled_start(home: Path, tree: dict[str, Any]) -> None:
+    """One that starts after it trains nothing, though the next such time is to come."""
+    from prefect.flow_engine import run_flow
+
+    scheduled = datetime.now(UTC) - timedelta(hours=2)
+    until = f"{scheduled + timedelta(hours=1):%H:%M} UTC"
+    arguments = check_parameters(train.fn, tree | {"training": NIGHT | {"until": until}})
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(train, parameters=arguments, state=Scheduled(scheduled_time=scheduled))
+    run_flow(train, flow_run, parameters=arguments)
+    assert not (home / "runs/tiny/attempts").exists()
+
+
 def test_run_that_starts_after_its_window_trains_nothing_and_says_so(
     home: Path, tree: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,7 +85,7 @@ def test_night_is_one_epoch_in_a_window() -> None:
     nightly = ENTRIES[NAMES.index("nightly-epoch")]
     assert nightly["schedules"][0]["cron"] == "0 22 * * *"
     assert nightly["parameters"]["training"]["epochs_per_run"] == 1
-    assert nightly["parameters"]["training"]["stop_after_s"] == 8 * 3600
+    assert nightly["parameters"]["training"]["until"] == f"06:00 {nightly['schedules'][0]['timezone']}"
 
 
 def test_deployments_write_the_directory_themselves() -> None:
