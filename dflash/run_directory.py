@@ -119,8 +119,8 @@ class ProgressFile:
         self._written = 0.0
         self.update(done)
 
-    def update(self, done: int, message: str = "") -> None:
-        """Say how far the stage is."""
+    def update(self, done: int, message: str = "", left_s: float | None = None) -> None:
+        """Say how far the stage is; `left_s` where the time left is known better than by the pace so far."""
         self._done = done
         now = time.monotonic()
         if now - self._written < 0.5 and done < self._total:
@@ -135,7 +135,7 @@ class ProgressFile:
             "unit": self._unit,
             "rate": rate,
             "seconds": seconds,
-            "eta_s": (self._total - done) / rate if rate > 0 else None,
+            "eta_s": left_s if left_s is not None else (self._total - done) / rate if rate > 0 else None,
             "message": message,
         }
         write_json(self._file, value, durable=False)

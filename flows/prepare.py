@@ -138,6 +138,7 @@ def _stage_progress(progress: BuildProgress) -> StageProgress:
         seconds=progress.seconds,
         eta_s=left,
         message=f"{progress.bytes / 1e6:,.0f} MB written",
+        share=progress.share,
     )
 
 

@@ -21,7 +21,6 @@ from flows.runs.directory import (
     epochs_done,
     in_use,
     proposed_config,
-    read_lines,
     stage_alone,
 )
 from flows.runs.ledger import is_finished, mark_finished
@@ -29,8 +28,6 @@ from flows.runs.naming import train_run_name
 from flows.runs.parameters import Dask, Home, Name, Override, Parameters
 from flows.runs.repeats import train_fingerprint
 from flows.runs.start import note_flow
-from flows.show.artifacts import reporting
-from flows.show.tables import curve_svg, pipeline_table
 from flows.stage.attempts import keep_trying
 from flows.stage.limits import Limits, fix_limits
 from flows.stage.watch import watch_stage
@@ -119,9 +116,6 @@ def train_drafter(parameters: Parameters, tokens: Path, limits: Limits, override
         watch_stage("train", arguments, run, plan["processes"])
     trained = read_json(run / "train.json")
     assert trained is not None, "a training that succeeded leaves train.json"
-    with reporting(parameters.name, "train") as reporter:
-        reporter.table("pipeline", lambda: pipeline_table(trained), trained["bottleneck"])
-        reporter.image("loss", lambda: curve_svg(read_lines(run / "metrics.jsonl")), f"loss of {parameters.name}")
     return trained
 
 

@@ -78,6 +78,10 @@ class Pipeline:
         """Shares of time by stage so far."""
         return {name: merge(clocks).shares() for name, clocks in self._clocks.items()}
 
+    def busy_s(self, stage: str) -> float:
+        """Seconds that a stage has been at work so far."""
+        return merge(self._clocks[stage]).busy
+
     def queues(self) -> dict[str, int]:
         """Micro-batches that wait for a stage now."""
         return {"target": len(self._to_target), "train": len(self._to_train)}

@@ -28,6 +28,7 @@ from dflash.training.monitor import Monitor
 from dflash.training.open_run import OpenRun, changed_settings, open_run, refuse_changed
 from dflash.training.parts import make_parts
 from dflash.training.provenance import gpu_memory, provenance
+from dflash.training.time_left import TimeLeft
 from dflash.training.train_result import result
 from dflash.training.until import NO_LIMIT, Until
 
@@ -150,6 +151,7 @@ class _Run:
         at = f"epoch {start.epoch} step {start.step}, {start.steps_total} of {self.total} steps done"
         log.info("training from %s", at)
         self.progress = ProgressFile(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
+        self.left = TimeLeft(self.total, self.plan.steps(0), start.steps_total, reuse=self.features is not None)
         self.ranks.wait()  # a step's sums do not wait for one that is still loading
         self.lined = self.stepped = self.saved = time.monotonic()
         try:
@@ -242,7 +244,8 @@ class _Run:
         if self.progress is not None:
             shares = self.pipeline.stages().items()
             busy = ", ".join(f"{name} {share['busy']:.0%}" for name, share in shares)
-            self.progress.update(done, f"loss {report.loss:.3f}, busy: {busy}")
+            left_s = self.left.after(done, self.pipeline.busy_s("train"))
+            self.progress.update(done, f"loss {report.loss:.3f}, busy: {busy}", left_s)
         if report.skipped:
             log.warning("epoch %d step %d is skipped: %s", report.epoch, report.step, _facts(report))
         if self.state.bad_steps >= MAX_SKIPPED_STEPS:

@@ -6,7 +6,7 @@ ever waited for while a stage runs; an error is logged and the run goes on.
 
 import base64
 import contextvars
-import functools
+import json
 import logging
 import re
 import threading
@@ -16,14 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
-from prefect.artifacts import (
-    create_image_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.utilities.context import get_task_and_flow_run_ids
 
 from flows.show.progress import StageProgress
 
@@ -44,7 +40,7 @@ class Reporter:
         self._pending: deque[Callable[[], object]] = deque()
         self._closing = self._closed = False
         self._next_update = 0.0
-        self._progress_id: UUID | None = None
+        self._sent: dict[str, UUID] = {}
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -62,22 +58,18 @@ class Reporter:
     # What is shown is made in the reporter's thread, too: a mistake in a table must not end a run.
 
     def markdown(self, what: str, make: Callable[[], str], description: str) -> None:
-        key = self._key(what)
-        self._post(lambda: create_markdown_artifact(markdown=make(), key=key, description=description))
+        self._post(what, "markdown", lambda: (make(), description))
 
     def table(self, what: str, make: Callable[[], list[dict[str, object]]], description: str) -> None:
-        key = self._key(what)
-        self._post(lambda: create_table_artifact(table=make(), key=key, description=description))
+        self._post(what, "table", lambda: (json.dumps(make()), description))
 
     def image(self, what: str, make: Callable[[], str], description: str) -> None:
         """An SVG image. It travels in its own address: there is no other place that a browser could load it from."""
-        key = self._key(what)
 
-        def send() -> None:
-            url = "data:image/svg+xml;base64," + base64.b64encode(make().encode()).decode()
-            create_image_artifact(image_url=url, key=key, description=description)
+        def address() -> str:
+            return "data:image/svg+xml;base64," + base64.b64encode(make().encode()).decode()
 
-        self._post(send)
+        self._post(what, "image", lambda: (address(), description))
 
     def close(self) -> None:
         """Sends what is left; gives up on a server that does not answer."""
@@ -92,13 +84,18 @@ class Reporter:
                 "The Prefect server is slow to answer; the last artifacts of %s may be missing.", self._stage
             )
 
-    def _key(self, what: str) -> str:
-        return re.sub(r"[^a-z0-9]+", "-", f"{self._run_name}-{what}".lower()).strip("-")
-
-    def _post(self, action: Callable[[], object]) -> None:
+    def _post(self, what: str, kind: str, make: Callable[[], tuple[object, str]]) -> None:
+        key = re.sub(r"[^a-z0-9]+", "-", f"{self._run_name}-{what}".lower()).strip("-")
         with self._changed:
-            self._pending.append(action)
+            self._pending.append(lambda: self._send(key, kind, *make()))
             self._changed.notify()
+
+    def _send(self, key: str, kind: str, data: object, description: str) -> None:
+        """What is sent again takes the place of what was there."""
+        if key not in self._sent:
+            self._sent[key] = send_new(key, kind, data, description)
+        else:
+            send_again(self._sent[key], data, description)
 
     def _send_all(self) -> None:
         while not self._closed:
@@ -113,7 +110,10 @@ class Reporter:
                 self._closed = self._closing
             if latest is not None:
                 self._next_update = time.monotonic() + UPDATE_EVERY_S
-                actions.append(functools.partial(self._send_progress, latest))
+                self._post_progress(latest)
+                with self._changed:
+                    actions += self._pending
+                    self._pending.clear()
             for action in actions:
                 self._try(action)
 
@@ -123,21 +123,30 @@ class Reporter:
     def _is_due(self) -> bool:
         return self._latest is not None and time.monotonic() >= self._next_update
 
-    def _send_progress(self, progress: StageProgress) -> None:
-        percent = 100 * progress.done / progress.total if progress.total else 0.0
+    def _post_progress(self, progress: StageProgress) -> None:
+        percent = 100 * (progress.share or 0.0)
         text = f"{progress.counts}  {progress.message}".strip()
-        if self._progress_id is None:
-            created = create_progress_artifact(percent, key=self._key(f"{self._stage}-progress"), description=text)
-            assert isinstance(created, UUID)
-            self._progress_id = created
-        else:
-            update_progress_artifact(self._progress_id, progress=percent, description=text)
+        self._post(f"{self._stage}-progress", "progress", lambda: (percent, text))
 
     def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:
             logger.warning("An artifact of %s could not be sent: %s: %s", self._stage, type(error).__name__, error)
+
+
+def send_new(key: str, kind: str, data: object, description: str) -> UUID:
+    task_run, flow_run = get_task_and_flow_run_ids()
+    artifact = ArtifactCreate(
+        type=kind, key=key, description=description, data=data, task_run_id=task_run, flow_run_id=flow_run
+    )
+    with get_client(sync_client=True) as client:
+        return client.create_artifact(artifact).id
+
+
+def send_again(artifact: UUID, data: object, description: str) -> None:
+    with get_client(sync_client=True) as client:
+        client.update_artifact(artifact, ArtifactUpdate(data=data, description=description))
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from rich.table import Column
 console = Console(highlight=False)
 logger = logging.getLogger("flows.show.progress")
 
-LINE_EVERY_S = 10.0  # between plain lines, which are also the log lines of the UI
+# Between plain lines, which are also the log lines of the UI: a stage of days writes one a minute.
+FIRST_LINE_S, LINE_EVERY_S, LINES_APART = 10.0, 60.0, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class StageProgress:
     seconds: float
     eta_s: float | None
     message: str
+    share: float | None = None  # of the work that is done, 0 to 1
 
     @classmethod
     def read(cls, path: Path) -> "StageProgress | None":
@@ -39,15 +41,18 @@ class StageProgress:
             raw: dict[str, Any] = json.loads(path.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return None
+        done = float(raw.get("done") or 0)
+        total = None if raw.get("total") is None else float(raw["total"])
         return cls(
             stage=str(raw.get("stage", "")),
-            done=float(raw.get("done") or 0),
-            total=None if raw.get("total") is None else float(raw["total"]),
+            done=done,
+            total=total,
             unit=str(raw.get("unit", "")),
             rate=float(raw.get("rate") or 0),
             seconds=float(raw.get("seconds") or 0),
             eta_s=None if raw.get("eta_s") is None else float(raw["eta_s"]),
             message=str(raw.get("message") or ""),
+            share=done / total if total else None,
         )
 
     @property
@@ -83,6 +88,7 @@ class ProgressLine:
             None if live is None else live.add_task(stage, total=None, counts="starting", message="")
         )
         self._last_line = time.monotonic()
+        self._line_every_s = FIRST_LINE_S
         self._last_shown: StageProgress | None = None
 
     def show(self, progress: StageProgress) -> None:
@@ -92,14 +98,15 @@ class ProgressLine:
         if self._live is not None and self._task is not None:
             self._live.update(
                 self._task,
-                completed=progress.done,
-                total=progress.total,
+                completed=progress.share or 0.0,
+                total=None if progress.share is None else 1.0,
                 counts=progress.counts,
                 message=progress.message,
             )
         now = time.monotonic()
-        if now - self._last_line >= LINE_EVERY_S:
+        if now - self._last_line >= self._line_every_s:
             self._last_line = now
+            self._line_every_s = min(LINE_EVERY_S, LINES_APART * self._line_every_s)
             logger.info("%s", progress)
 
 

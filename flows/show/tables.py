@@ -1,5 +1,6 @@
 """Tables and texts made from results, for the terminal and for Prefect's pages. Pure: results in, rows of text out."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~&$]")
 
 SAMPLE_ROWS = 3
 SAMPLE_TOKENS = 200
+CURVE_POINTS = 1000
 
 
 def tokens_table(manifest: Manifest) -> list[Row]:
@@ -153,7 +155,7 @@ def number(value: float | None) -> str:
 
 def curve_svg(lines: list[Tree], width: int = 640, height: int = 240) -> str:
     """The loss over the steps, as an SVG image; lines are those of metrics.jsonl."""
-    losses = [float(line["loss"]) for line in lines if line.get("loss") is not None]
+    losses = thinned([float(line["loss"]) for line in lines if line.get("loss") is not None])
     top, low = max(losses, default=0.0), min(losses, default=0.0)
     scale = (height - 40) / (top - low or 1.0)
     points = " ".join(
@@ -164,9 +166,16 @@ def curve_svg(lines: list[Tree], width: int = 640, height: int = 240) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>'
         f'<text x="5" y="24">{top:.2f}</text><text x="5" y="{height - 16}">{low:.2f}</text>'
-        f'<text x="{width // 2 - 60}" y="{height - 4}">loss, {len(losses)} windows of steps</text>'
+        f'<text x="{width // 2 - 60}" y="{height - 4}">loss, {len(lines)} windows of steps</text>'
         f'<polyline points="{points}" fill="none" stroke="#2563eb" stroke-width="2"/></svg>'
     )
+
+
+def thinned(values: list[float]) -> list[float]:
+    """At most CURVE_POINTS means of neighbouring values, as many to each as the next, give or take one."""
+    count = min(len(values), CURVE_POINTS)
+    cuts = [number * len(values) // count for number in range(count + 1)] if count else []
+    return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(cuts)]
 
 
 def report_markdown(rows: dict[str, str], samples: list[Tree]) -> str:

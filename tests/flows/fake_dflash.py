@@ -38,6 +38,29 @@ def checkpoint(run: Path, epoch: int, step: int) -> Path:
     return path
 
 
+def note(run: Path, epoch: int) -> None:
+    """The lines of an epoch, as a training writes them."""
+    share = {"busy": 0.75, "starved": 0.25, "blocked": 0.0}
+    line = {
+        "epoch": epoch - 1,
+        "step": 9,
+        "loss": 9.0 / (1 + epoch),
+        "lr": 0.001,
+        "tokens_per_s": 123.0,
+        "padding": 0.1,
+    }
+    line |= {
+        "coverage": 0.5,
+        "stages": {"train": share},
+        "bottleneck": "All are busy.",
+        "gpu_memory_bytes": {"H200": 2e9},
+    }
+    event = {"event": "tau", "checkpoint": f"epoch-{epoch:03d}-step-000000", "value": 2 - epoch / 10, "se": 0.01}
+    for name, content in (("metrics.jsonl", line), ("history.jsonl", event)):
+        with (run / name).open("a") as stream:
+            stream.write(json.dumps(content) + "\n")
+
+
 def train(run: Path, config: dict[str, Any]) -> None:
     with (run / "attempts").open("a") as stream:
         stream.write(" ".join(sys.argv[7:]) + "\n")
@@ -61,6 +84,7 @@ def train(run: Path, config: dict[str, Any]) -> None:
         if epoch == int(os.environ.get("FAKE_FAIL_IN", "-1")):
             os.kill(os.getpid(), signal.SIGKILL)
         epoch += 1
+        note(run, epoch)
         last = checkpoint(run, epoch, 0)
         if attempt <= int(os.environ.get("FAKE_FAIL_FIRST", "0")):
             os.kill(os.getpid(), signal.SIGKILL)

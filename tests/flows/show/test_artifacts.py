@@ -4,8 +4,10 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from tiny_inputs import VOCABULARY
@@ -13,7 +15,7 @@ from tiny_inputs import VOCABULARY
 from flows.cli.overrides import check_parameters
 from flows.full import full
 from flows.show import artifacts
-from flows.show.artifacts import Reporter
+from flows.show.artifacts import Reporter, reporting
 
 
 @pytest.fixture
@@ -45,6 +47,8 @@ def test_run_leaves_progress_tables_curves_and_report(tree: dict[str, Any]) -> N
     assert kinds == {
         "shown-1-pipeline": "table",
         "shown-1-loss": "image",
+        "shown-1-training": "table",
+        "shown-1-tau-while-training": "table",
         "shown-1-tau": "table",
         "shown-1-report": "markdown",
     }
@@ -57,24 +61,68 @@ def test_run_leaves_progress_tables_curves_and_report(tree: dict[str, Any]) -> N
 def test_artifact_that_cannot_be_sent_is_logged_and_the_run_goes_on(
     tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*arguments: Any, **options: Any) -> None:
-        raise ConnectionError("no server")
+    send = artifacts.send_new
 
-    monkeypatch.setattr(artifacts, "create_table_artifact", broken)
+    def broken(key: str, kind: str, data: object, description: str) -> UUID:
+        if kind == "image":
+            raise ConnectionError("no server")
+        return send(key, kind, data, description)
+
+    monkeypatch.setattr(artifacts, "send_new", broken)
     found = sent(tree)
     assert "An artifact of train could not be sent: ConnectionError: no server" in caplog.text
-    assert "shown-1-loss" in found, "what comes after it is sent"
+    assert "shown-1-pipeline" in found, "what comes after it is sent"
+
+
+@pytest.mark.usefixtures("server")
+def test_training_that_fails_leaves_what_it_had_come_to(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAIL_IN", "2")
+    monkeypatch.setattr("flows.stage.attempts.MAX_FAILURES", 1)
+    monkeypatch.setattr("flows.stage.attempts.DELAYS_S", (0.0,))
+    state = full(**check_parameters(full.fn, tree | {"training": {"epochs": 3}}), return_state=True)
+    assert state.is_failed()
+    with get_client(sync_client=True) as client:
+        this = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+        found = {artifact.key: str(artifact.data) for artifact in client.read_artifacts(flow_run_filter=this)}
+    assert found["shown-1-loss"].startswith("data:image/svg+xml;base64,")
+    for what in ("epoch 1, step 10", "epoch-002-step-000000", "3.000", "2.0 GB", "123"):
+        assert what in found["shown-1-training"], what
+    assert found["shown-1-tau-while-training"].index("1.800") < found["shown-1-tau-while-training"].index("1.900")
+    assert found["shown-1-tau-while-training"].count("best so far") == 1
+
+
+@pytest.mark.usefixtures("server")
+def test_what_is_sent_again_takes_the_place_of_what_was_there() -> None:
+    @flow
+    def shows() -> None:
+        with reporting("again", "train") as reporter:
+            for number in (1, 2):
+                reporter.table("state", lambda number=number: [{"what": number}], f"the {number}.")  # type: ignore[misc]
+                reporter.image("curve", lambda number=number: f"<svg>{number}</svg>", f"the {number}.")  # type: ignore[misc]
+
+    state = shows(return_state=True)
+    with get_client(sync_client=True) as client:
+        this = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+        found = client.read_artifacts(flow_run_filter=this)
+    assert {artifact.key: artifact.description for artifact in found} == {
+        "again-state": "the 2.",
+        "again-curve": "the 2.",
+    }
+    assert len(found) == 2
+    assert next(str(artifact.data) for artifact in found if artifact.type == "table") == '[{"what": 2}]'
 
 
 def test_slow_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     answers = threading.Event()
     senders = []
 
-    def slow(**options: Any) -> None:
+    def slow(*arguments: Any) -> UUID:
         senders.append(threading.current_thread().name)
         answers.wait(20)
+        return UUID(int=0)
 
-    monkeypatch.setattr(artifacts, "create_markdown_artifact", slow)
+    monkeypatch.setattr(artifacts, "send_new", slow)
+    monkeypatch.setattr(artifacts, "send_again", lambda *arguments: None)
     monkeypatch.setattr(artifacts, "LAST_WORDS_S", 0.2)
     reporter = Reporter("run", "train")
     reporter.start()

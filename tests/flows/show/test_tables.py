@@ -22,6 +22,7 @@ from flows.show.tables import (
     report_markdown,
     sample_rows,
     tau_table,
+    thinned,
     tokens_table,
 )
 
@@ -99,3 +100,13 @@ def test_table_of_a_token_cache_says_what_was_dropped_and_how_much_is_supervised
     assert shown["dropped: too_short"] == shown["rows over 40 % up to 50 % supervised"] == "1"
     assert shown["rows over 90 % up to 100 % supervised"] == "1", "of a tenth, not of all up to it"
     assert (shown["noted: cut"], shown["messages of user: read"]) == ("3", "2")
+
+
+def test_long_curve_is_thinned_by_means() -> None:
+    values = [float(number) for number in range(45_001)]
+    thin = thinned(values)
+    assert len(thin) == 1000
+    assert thin == sorted(thin)
+    assert sum(thin) / 1000 == pytest.approx(22_500, rel=1e-3)
+    assert (thinned([]), thinned([3.0, 1.0])) == ([], [3.0, 1.0])
+    assert len(curve_svg([{"loss": value} for value in values])) < 20_000
