@@ -175,6 +175,13 @@ NOT_LEARNED = (
 class EvaluationConfig(_Model):
     """Parameters of evaluation (`evaluation` in the tree)."""
 
+    rows: int | None = Field(
+        None,
+        description="held-out rows for teacher-forced τ; None: so many that its standard error is below 0.01, at most "
+        "1,000",
+        ge=1,
+    )
+    before: bool = Field(False, description="measure τ before training, too: the first checkpoint on the same rows")
     prompts: int = Field(64, description="held-out prompts that are decoded", ge=1)
     max_new_tokens: int = Field(256, description="longest answer, in tokens", ge=1)
     temperature: float = Field(0.0, description="0: greedy", ge=0)

@@ -17,7 +17,7 @@ from flows.runs.ledger import is_finished, mark_finished
 from flows.runs.parameters import Home, Name, Parameters, run_directory
 from flows.runs.repeats import evaluate_fingerprint
 from flows.show.artifacts import reporting
-from flows.show.tables import number, tau_table
+from flows.show.tables import tau_change, tau_table
 from flows.stage.watch import watch_stage
 
 logger = logging.getLogger("flows.evaluate")
@@ -59,7 +59,8 @@ def evaluate_run(parameters: Parameters, tokens: Path) -> Tree:
 def evaluate_drafter(parameters: Parameters, tokens: Path) -> Tree:
     run = parameters.run_directory
     with stage_alone(run, "evaluate"), proposed_config(run, parameters, "evaluate") as config:
-        watch_stage("evaluate", ["evaluate", str(run), "--tokens", str(tokens), "--config", config], run)
+        processes = (read_json(run / "plan.json") or {}).get("evaluation_processes", 1)
+        watch_stage("evaluate", ["evaluate", str(run), "--tokens", str(tokens), "--config", config], run, processes)
     result = read_json(run / "evaluation.json")
     assert result is not None, "an evaluation that succeeded leaves evaluation.json"
     with reporting(parameters.name, "evaluate") as reporter:
@@ -68,7 +69,7 @@ def evaluate_drafter(parameters: Parameters, tokens: Path) -> Tree:
 
 
 def outcome(result: Tree) -> str:
-    """`τ 1.008 → 1.312, lossless`: the state's message."""
-    before, after = (number(result["tau"][when]["value"]) for when in ("before", "after"))
+    """`τ 1.312, lossless`, or `τ 1.008 → 1.312, lossless`: the state's message."""
+    before, after = (value and value["value"] for value in (result["tau"][when] for when in ("before", "after")))
     lossless = {True: ", lossless", False: ", NOT lossless", None: ""}[result["decode"]["lossless"]]
-    return f"τ {before} → {after}{lossless}"
+    return f"{tau_change(before, after)}{lossless}"

@@ -13,6 +13,7 @@ from dflash.config import EvaluationConfig
 from dflash.decoding.decode import Decoded, DecodeLimits, plain, speculate
 from dflash.decoding.sampling import Sampling, SeededDice
 from dflash.decoding.tau import RowWalk, acceptance_by_slot, tau
+from dflash.distributed import ALONE, Ranks
 from dflash.model.drafter import Drafter
 from dflash.model.head import Head
 from dflash.target.frozen import Target
@@ -53,19 +54,25 @@ def compare(
     config: EvaluationConfig,
     stop_ids: frozenset[int],
     on_prompt: Callable[[Decoded], None],
+    ranks: Ranks = ALONE,
 ) -> list[Comparison]:
-    """Decode each prompt (its group, its ids) both ways, one at a time; kind of cache, limits and seed are the same."""
+    """Decode each prompt (its group, its ids) both ways, one at a time; kind of cache, limits and seed are the same.
+
+    Several processes deal the prompts among them, and all have all that came of it.
+    """
     sampling = Sampling(config.temperature, config.top_p, config.top_k)
     _warm_up(target, drafter, ends, prompts[0][1], sampling)
-    limits, compared = DecodeLimits(config.max_new_tokens, stop_ids), []
-    for index, (group, prompt) in enumerate(prompts):
+    limits, compared = DecodeLimits(config.max_new_tokens, stop_ids), {}
+    for index in range(ranks.rank, len(prompts), ranks.size):
+        group, prompt = prompts[index]
         seed = config.seed + index
         alone = plain(target, prompt, limits, sampling, SeededDice(seed, target.device))
         dice = [SeededDice(seed, target.device)]
         (helped,) = speculate(target, drafter, ends, [prompt], limits, sampling, dice, config.confidence)
-        compared.append(Comparison(tuple(prompt.tolist()), group, alone, helped))
+        compared[index] = Comparison(tuple(prompt.tolist()), group, alone, helped)
         on_prompt(helped)
-    return compared
+    everywhere = {index: one for part in ranks.gather(compared) for index, one in part.items()}
+    return [everywhere[index] for index in range(len(prompts))]
 
 
 def _warm_up(

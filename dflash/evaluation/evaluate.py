@@ -1,6 +1,7 @@
-"""How good the drafter is: τ on held-out rows before and after training, and real decoding against the target alone."""
+"""How good the drafter is: τ on held-out rows, and real decoding against the target alone."""
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from transformers import AutoTokenizer
 
 from cache.disk.manifest import Manifest
 from dflash.decoding.cost import measure_cost
-from dflash.decoding.tau import CONVENTION, RowWalk, acceptance_by_slot, tau, walk_rows
+from dflash.decoding.tau import CONVENTION, RowWalk, acceptance_by_slot, tau
+from dflash.distributed import Ranks, joined
 from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.evaluation.comparison import Comparison, compare, facts, finite, sample
+from dflash.evaluation.held_out import HeldOut, most_rows, walk_held_out
 from dflash.evaluation.report import write_report
 from dflash.host import cpu_threads
 from dflash.model.few_rows import decode_with_few_rows
@@ -27,25 +30,28 @@ from dflash.training.open_run import OpenRun, open_run
 
 
 def evaluate(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
-    """Write evaluation.json and report.html of the run's best checkpoint.
+    """Write evaluation.json and report.html of the run's best checkpoint; several processes share the work.
 
     Raises ConfigMismatch without held-out rows, CheckpointCorrupt without a checkpoint, and what `open_run` does.
     """
-    opened = open_run(path, tokens, config_name)
-    after = checkpoint.best(opened.run.checkpoints)
-    if after is None:
+    with joined() as ranks:
+        _evaluate(open_run(path, tokens, config_name), ranks)
+
+
+def _evaluate(opened: OpenRun, ranks: Ranks) -> None:
+    chosen = checkpoint.best(opened.run.checkpoints)
+    if chosen is None:
         raise CheckpointCorrupt(f"{opened.run.checkpoints} holds no checkpoint. Train the run first.")
-    refuse_other_target(opened.config.target, after.state.settings)
-    before = checkpoint.first(opened.run.checkpoints)
-    held_out = opened.store.rows(1)
-    if not held_out.size:
+    refuse_other_target(opened.config.target, chosen.state.settings)
+    if not opened.store.rows(1).size:
         raise ConfigMismatch("the token cache has no held-out rows. Raise rows.held_out and prepare the rows again.")
-    config = opened.config.target
+    config, evaluation = opened.config.target, opened.config.evaluation
     tokenizer = AutoTokenizer.from_pretrained(
         config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
     torch.set_num_threads(cpu_threads())
-    devices = place(config)
+    devices = place(config, ranks)
+    devices.enter()
     device = devices.drafter
     # A target that needs several devices lies on them; any other beside the drafter.
     target = Target.load(
@@ -55,30 +61,44 @@ def evaluate(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
         known=tokenizer.get_vocab().values(),
     )
     ends = target.ends(device)
-    drafters = [load_drafter(opened.shape, c).to(device).eval() for c in (before, after)]
+    checkpoints = [chosen, *([checkpoint.first(opened.run.checkpoints)] if evaluation.before else [])]
+    # Servers load the drafter in the target's dtype.
+    drafters = [load_drafter(opened.shape, one).to(device, getattr(torch, config.dtype)).eval() for one in checkpoints]
     for model in (target.model, *drafters):
         decode_with_few_rows(model)
-    prompts = held_out_prompts(opened, held_out)
-    progress = ProgressFile(opened.run, "evaluate", held_out.size + len(prompts), "rows")
-    walks = walk_rows(
+    prompts = held_out_prompts(opened, opened.store.rows(1))
+    most = most_rows(opened.store, evaluation.rows)
+    progress = ProgressFile(opened.run, "evaluate", most + len(prompts), "rows") if ranks.leads else None
+
+    def say(done: int, message: str) -> None:
+        if progress is not None:
+            progress.update(done, message)
+
+    held_out = walk_held_out(
         opened.store,
-        held_out,
+        evaluation.rows,
+        evaluation.seed,
         target,
         ends,
         drafters,
-        on_row=lambda: progress.advance("teacher-forced τ"),
+        ranks=ranks,
+        on_row=lambda done: say(done, "teacher-forced τ"),
     )
+    prompts_done = count(1)
     compared = compare(
         target,
-        drafters[1],
+        drafters[0],
         ends,
         prompts,
-        opened.config.evaluation,
+        evaluation,
         stop_tokens(target, opened.store.manifest),
-        lambda decoded: progress.advance(f"decoding, τ {decoded.tau:.2f}"),
+        lambda one: say(most + min(next(prompts_done) * ranks.size, len(prompts)), f"decoding, τ {one.tau:.2f}"),
+        ranks,
     )
-    value = _result(opened, after, held_out, walks, compared)
-    cost = measure_cost(target, drafters[1], ends, prompts[0][1])
+    if not ranks.leads:
+        return
+    value = _result(opened, chosen, held_out, compared)
+    cost = measure_cost(target, drafters[0], ends, prompts[0][1])
     value["decode"]["cost"] = {"pass_s": cost.passes, "block_s": cost.block, "break_even_tau": cost.break_even}
     value["decode"]["convention"] = convention(opened, target)
     value["samples"] = [sample(one, tokenizer) for one in compared[:3]]
@@ -129,27 +149,28 @@ def convention(opened: OpenRun, target: Target) -> str:
 
 def _result(
     opened: OpenRun,
-    after: Checkpoint,
-    row_ids: np.ndarray,
-    walks: list[list[RowWalk]],
+    chosen: Checkpoint,
+    held_out: HeldOut,
     compared: list[Comparison],
 ) -> dict[str, Any]:
-    groups = opened.store.group[row_ids]
+    after, *before = held_out.walks
+    groups = opened.store.group[held_out.row_ids]
     by_group = {}
     for group in np.unique(groups).tolist():
-        chosen = [w for w, g in zip(walks[1], groups.tolist(), strict=True) if g == group]
-        by_group[_group(opened.store.manifest, group)] = _tau(chosen) | {"rows": len(chosen)}
+        walks = [w for w, g in zip(after, groups.tolist(), strict=True) if g == group]
+        by_group[_group(opened.store.manifest, group)] = _tau(walks) | {"rows": len(walks)}
     size = opened.shape.block_size
     return {
-        "checkpoint": str(after.path),
+        "checkpoint": str(chosen.path),
         "tau": {
-            "before": _tau(walks[0]),
-            "after": _tau(walks[1]),
-            "rows": len(row_ids),
+            "before": _tau(before[0]) if before else None,
+            "after": _tau(after),
+            "rows": len(held_out.row_ids),
+            "rows_held_out": int(opened.store.rows(1).size),
             "convention": CONVENTION,
         },
-        "accepted_by_slot": acceptance_by_slot(walks[1], size),
-        "accepted_by_slot_before": acceptance_by_slot(walks[0], size),
+        "accepted_by_slot": acceptance_by_slot(after, size),
+        "accepted_by_slot_before": acceptance_by_slot(before[0], size) if before else None,
         "by_group": by_group,
         "decode": facts(compared, opened.config.evaluation, size),
     }

@@ -38,6 +38,7 @@ def render(
 ) -> str:
     """The page as text; `served` is what a real server said of the drafter."""
     tau, decode = evaluation["tau"], evaluation["decode"]
+    slots_before = evaluation["accepted_by_slot_before"]
     steps, total = [], 0
     for line in lines:
         total += line["steps"]
@@ -46,8 +47,8 @@ def render(
         f"<h1>Drafter {escape(name)}</h1>",
         _table(
             [
-                ("τ before training", _tau(tau["before"])),
-                ("τ after training", f"<b>{_tau(tau['after'])}</b> on {tau['rows']} held-out rows, teacher-forced"),
+                *([("τ before training", _tau(tau["before"]))] if tau["before"] else []),
+                ("τ after training", f"<b>{_tau(tau['after'])}</b> on {_rows(tau)}, teacher-forced"),
                 ("τ in decoding", f"{_number(decode['tau'])} over {decode['prompts']} prompts"),
                 ("accepted drafts a round", f"{_number(decode['accepted_per_round'])}: τ without the bonus token"),
                 ("same text as the target", _lossless(decode)),
@@ -59,9 +60,9 @@ def render(
         f'<p class="note">Decoding: {escape(decode["convention"])}.</p>',
         *([] if served is None else [f'<p class="note">Served: {escape(served["convention"])}.</p>']),
         "<h2>Acceptance by slot</h2>",
-        '<p class="note">Share of rounds that accepted slot k, on held-out rows. '
-        "Grey: before training. Green: after.</p>",
-        _bars(evaluation["accepted_by_slot_before"], evaluation["accepted_by_slot"]),
+        f'<p class="note">Share of rounds that accepted slot k, on held-out rows.'
+        f"{' Grey: before training. Green: after.' if slots_before else ''}</p>",
+        _bars(slots_before or [0.0] * len(evaluation["accepted_by_slot"]), evaluation["accepted_by_slot"]),
         "<h2>Acceptance by domain</h2>",
         _domains(evaluation["by_group"], decode["by_group"]),
         "<h2>Decoded answers</h2>",
@@ -91,6 +92,11 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 def _tau(value: dict[str, Any]) -> str:
     return f"{_number(value['value'])} ± {_number(value['se'])}"
+
+
+def _rows(tau: dict[str, Any]) -> str:
+    drawn = f" drawn from {tau['rows_held_out']}" if tau["rows"] < tau["rows_held_out"] else ""
+    return f"{tau['rows']} held-out rows{drawn}"
 
 
 def _lossless(decode: dict[str, Any]) -> str:

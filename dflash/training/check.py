@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from dflash.batch import Step
-from dflash.config import RunConfig
+from dflash.config import RunConfig, TargetConfig
 from dflash.distributed import Ranks
 from dflash.host import cpu_threads, free_bytes
 from dflash.model.drafter import Drafter
 from dflash.pipeline.train_plan import TrainPlan
 from dflash.run_directory import CONFIG, ProgressFile
-from dflash.target.placement import Devices, place
+from dflash.target.placement import Devices, place, replicas
 from dflash.training import checkpoint
 from dflash.training.initial_drafter import new_drafter
 from dflash.training.layouts import Layout, layouts
@@ -86,6 +86,7 @@ def check(path: Path, tokens: Path, config_name: str = CONFIG) -> None:
             "seconds_total": _seconds_total(steps, left, seconds, opened.config, gpus) if seconds else 0.0,
             "gpus": gpus,
             "processes": _processes(opened.config, found),
+            "evaluation_processes": _replicas(opened.config.target),
             "layouts": [layout.to_json() for layout in found],
             "pass_slots": plan.room.slots,
             "fits": not refusals,
@@ -146,6 +147,14 @@ def _gpus(config: RunConfig, devices: Devices) -> int:
     if config.target.devices == "auto":
         return max(1, torch.cuda.device_count())
     return len(devices.targets) + devices.apart
+
+
+def _replicas(config: TargetConfig) -> int:
+    """How many whole targets this machine's GPUs hold side by side: an evaluation has a process for each."""
+    if config.devices == "auto":
+        return max(1, torch.cuda.device_count())
+    named = replicas(config.devices)
+    return len(named) if named[0][0].type == "cuda" else 1
 
 
 def _unmeasured(opened: OpenRun) -> dict[str, Any]:

@@ -36,7 +36,10 @@ class Monitor:
         """τ of the drafter as it is now, the same on every process; nan without held-out rows."""
         drafter.eval()
         try:
-            walked = self._walk([drafter])[0]
+            with torch.autocast(
+                drafter.fc.weight.device.type, torch.bfloat16, self._opened.config.target.dtype == "bfloat16"
+            ):
+                walked = self._walk([drafter])[0]
         finally:
             drafter.train()
         parts = self._ranks.gather(dict(zip(self._rows.tolist(), walked, strict=True)))

@@ -12,7 +12,7 @@ from flows.runs.ledger import seconds_by_stage
 from flows.runs.parameters import Parameters
 from flows.show.artifacts import reporting
 from flows.show.progress import console
-from flows.show.tables import busy_by_stage, number, report_markdown, served_line, stage_seconds, with_error
+from flows.show.tables import busy_by_stage, number, report_markdown, served_line, stage_seconds, tau_change, with_error
 
 
 def summarise(parameters: Parameters, tokens: Path, served: Tree | None) -> Tree:
@@ -30,14 +30,14 @@ def summarise(parameters: Parameters, tokens: Path, served: Tree | None) -> Tree
 
 def outcome(summary: Tree) -> str:
     """`loss 3.812, τ 1.008 → 1.312`: the state's message."""
-    before, after = (number(summary["tau"][when]) for when in ("before", "after"))
-    return f"loss {number(summary['loss'])}, τ {before} → {after}"
+    return f"loss {number(summary['loss'])}, {tau_change(**summary['tau'])}"
 
 
 def summary_of(parameters: Parameters, tokens: Path, served: Tree | None) -> Tree:
     run = parameters.run_directory
     manifest = TokenCache.open(tokens).manifest
     trained, evaluation, exported = (_result(run, stage) for stage in ("train", "evaluation", "export"))
+    tau = {when: evaluation["tau"][when] for when in ("before", "after")}
     return {
         "name": parameters.name,
         "run": str(run),
@@ -57,8 +57,8 @@ def summary_of(parameters: Parameters, tokens: Path, served: Tree | None) -> Tre
         "tokens_per_s": trained["tokens_per_s"],
         "busy": busy_by_stage(trained),
         "bottleneck": trained["bottleneck"],
-        "tau": {when: evaluation["tau"][when]["value"] for when in ("before", "after")},
-        "tau_se": {when: evaluation["tau"][when]["se"] for when in ("before", "after")},
+        "tau": {when: value and value["value"] for when, value in tau.items()},
+        "tau_se": {when: value and value["se"] for when, value in tau.items()},
         "tau_convention": evaluation["tau"].get("convention"),
         "decode": evaluation["decode"],
         "lossless": evaluation["decode"]["lossless"],
@@ -86,7 +86,8 @@ def summary_table(summary: Tree) -> Table:
 
 def _lines(summary: Tree) -> dict[str, str]:
     decode: dict[str, Any] = summary["decode"]
-    before, after = ({"value": summary["tau"][when], "se": summary["tau_se"][when]} for when in ("before", "after"))
+    tau = {when: with_error({"value": value, "se": summary["tau_se"][when]}) for when, value in summary["tau"].items()}
+    before = "" if summary["tau"]["before"] is None else f"{tau['before']} before, "
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in summary["dropped"].items() if count) or "none"
     busy = ", ".join(f"{stage} {share:.0%}" for stage, share in summary["busy"].items())
     speed = number(summary["tokens_per_s"])
@@ -98,7 +99,7 @@ def _lines(summary: Tree) -> dict[str, str]:
         "trained": f"{summary['epochs']} epochs, {summary['steps']:,} steps, {speed} tokens/s",
         "busy": f"{busy}. {summary['bottleneck']}",
         "loss": f"{number(summary['loss_first'])} → {number(summary['loss'])}",
-        "τ held out": f"{with_error(before)} before, {with_error(after)} after training (teacher-forced)",
+        "τ held out": f"{before}{tau['after']} after training (teacher-forced)",
         "lossless": _lossless(decode),
         "decoding": f"τ {number(decode['tau'])}; {decode['plain_tokens_per_s']:.1f} tokens/s plain, "
         f"{decode['speculative_tokens_per_s']:.1f} speculative ({decode['speedup']:.2f}×)",

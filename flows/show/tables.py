@@ -101,8 +101,9 @@ def pipeline_table(trained: Tree) -> list[Row]:
 
 
 def tau_table(evaluation: Tree) -> list[Row]:
+    tau = evaluation["tau"]
     rows: list[Row] = [
-        {"what": f"τ {when} training", "value": with_error(evaluation["tau"][when])} for when in ("before", "after")
+        {"what": f"τ {when} training", "value": with_error(tau[when])} for when in ("before", "after") if tau[when]
     ]
     rows += [
         {"what": f"τ, domain {name}", "value": f"{with_error(group)}, {group['rows']} rows"}
@@ -113,6 +114,11 @@ def tau_table(evaluation: Tree) -> list[Row]:
         for slot, share in enumerate(evaluation["accepted_by_slot"], start=1)
     ]
     return rows
+
+
+def tau_change(before: float | None, after: float | None) -> str:
+    """`τ 1.312`, or `τ 1.008 → 1.312` where both were measured."""
+    return f"τ {number(after)}" if before is None else f"τ {number(before)} → {number(after)}"
 
 
 def served_line(served: Tree) -> str:

@@ -137,10 +137,12 @@ def test_all_processes_start_from_the_leaders_checkpoint(tmp_path: Path) -> None
     assert all("unequal checkpoints epoch-000-step-000003" in said for said in on_ranks(2, agreed_start, unequal))
 
 
-def start_ranks(run: Path, tokens: Path, size: int, before: Callable[[], None] | None = None) -> list[tiny.Command]:
+def start_ranks(
+    run: Path, tokens: Path, size: int, before: Callable[[], None] | None = None, command: str = "train"
+) -> list[tiny.Command]:
     port = free_port()
     return [
-        tiny.start(["train", run, "--tokens", tokens], run / f"log-{rank}", partial(_before, rank, size, port, before))
+        tiny.start([command, run, "--tokens", tokens], run / f"log-{rank}", partial(_before, rank, size, port, before))
         for rank in range(size)
     ]
 
@@ -273,6 +275,18 @@ def test_slow_evaluation_or_disk_kills_nobody(make_run: Callable[..., Path], tok
     tiny.run(["train", one, "--tokens", tokens], one / "log")
     assert len(taus(run)) == len(taus(one)) > 0
     assert taus(run) == pytest.approx(taus(one), abs=1e-9)
+
+
+def test_processes_share_an_evaluation(alone: Path, tokens: Path) -> None:
+    """τ and the decoded texts do not depend on their number."""
+    said = []
+    for size in (1, 2):
+        commands = start_ranks(alone, tokens, size, command="evaluate")
+        assert [command.wait() for command in commands] == [0] * size, (alone / "log-0").read_text()[-3000:]
+        value = json.loads((alone / "evaluation.json").read_text())
+        said.append([value["tau"], value["by_group"], value["samples"], value["decode"]["tau"]])
+        (alone / "evaluation.json").unlink()
+    assert said[0] == said[1]
 
 
 def noted_targets() -> None:

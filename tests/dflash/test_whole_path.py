@@ -16,7 +16,7 @@ MakeRun = Callable[..., Path]
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, target: Path, tokens: Path) -> Path:
     """A run that nothing disturbed."""
-    run = tiny.make_run(tmp_path_factory.mktemp("runs") / "whole", target, epochs=4)
+    run = tiny.make_run(tmp_path_factory.mktemp("runs") / "whole", target, epochs=4, evaluation={"before": True})
     tiny.run(["train", run, "--tokens", tokens], run / "log")
     return run
 

@@ -34,21 +34,26 @@ MakeRun = Callable[..., Path]
 def run(make_run: MakeRun, tokens: Path) -> Path:
     """A run before its first step."""
     path = make_run("evaluated", evaluation={"prompts": 3, "max_new_tokens": 9})
+    save_first(path, tokens)
+    return path
+
+
+def save_first(path: Path, tokens: Path) -> None:
     opened = open_run(path, tokens)
     target = Target.load(opened.config.target, opened.shape.taps, "cpu")
     drafter = new_drafter(opened.shape, opened.config.drafter, target, 0)
     state = State(epoch=0, step=0, steps_total=0, settings=opened.settings(), threads=1)
     checkpoint.save(opened.run.checkpoints, state, dict(drafter.state_dict()), {})
-    return path
 
 
 def test_everything_is_said_with_its_convention(run: Path, tokens: Path) -> None:
     evaluate(run, tokens)
     said = json.loads((run / "evaluation.json").read_text())
     held_out = open_run(run, tokens).store.rows(1).size
-    assert said["tau"]["before"] == said["tau"]["after"], "the first checkpoint is also the newest"
+    assert said["tau"]["before"] is None
+    assert said["accepted_by_slot_before"] is None
+    assert said["tau"]["rows"] == said["tau"]["rows_held_out"] == held_out, "the error is above 0.01 with all of them"
     assert said["tau"]["after"]["value"] == pytest.approx(1 + said["tau"]["after"]["accepted_per_round"])
-    assert said["tau"]["rows"] == held_out
     assert "bonus token included" in said["tau"]["convention"]
     assert sum(group["rows"] for group in said["by_group"].values()) == held_out
     decode = said["decode"]
@@ -67,10 +72,48 @@ def test_everything_is_said_with_its_convention(run: Path, tokens: Path) -> None
     assert (run / "report.html").read_text().count('class="answer"') == len(said["samples"])
 
 
-def test_at_a_temperature_texts_prove_nothing(run: Path, tokens: Path) -> None:
+def set_evaluation(run: Path, **changes: Any) -> None:
     config = json.loads((run / "config.json").read_text())
-    config["evaluation"] |= {"temperature": 0.7, "top_p": 0.9}
+    config["evaluation"] |= changes
     (run / "config.json").write_text(json.dumps(config))
+
+
+def test_before_is_measured_on_the_same_rows_when_asked(run: Path, tokens: Path) -> None:
+    set_evaluation(run, rows=2, before=True)
+    evaluate(run, tokens)
+    said = json.loads((run / "evaluation.json").read_text())
+    assert said["tau"]["before"] == said["tau"]["after"], "the first checkpoint is also the newest"
+    assert said["accepted_by_slot_before"] == said["accepted_by_slot"]
+    assert said["tau"]["rows"] == sum(group["rows"] for group in said["by_group"].values()) == 2
+    assert "2 held-out rows drawn from" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_the_drafter_is_measured_in_the_dtype_that_servers_give_it(
+    kind: str, make_run: MakeRun, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(
+        "served", drafter={"kind": kind, "rank": 4}, target={"dtype": "bfloat16"},
+        evaluation={"prompts": 1, "max_new_tokens": 6},
+    )  # fmt: skip
+    save_first(path, tokens)
+    seen = []
+    walked = evaluation.walk_held_out
+
+    def look(*arguments: Any, **options: Any) -> Any:
+        seen.extend({p.dtype for drafter in arguments[5] for p in drafter.parameters()})
+        return walked(*arguments, **options)
+
+    monkeypatch.setattr(evaluation, "walk_held_out", look)
+    evaluate(path, tokens)
+    assert seen == [torch.bfloat16]
+    decode = json.loads((path / "evaluation.json").read_text())["decode"]
+    assert decode["lossless"] is True
+    assert "bfloat16 on cpu" in decode["convention"]
+
+
+def test_at_a_temperature_texts_prove_nothing(run: Path, tokens: Path) -> None:
+    set_evaluation(run, temperature=0.7, top_p=0.9)
     evaluate(run, tokens)
     decode = json.loads((run / "evaluation.json").read_text())["decode"]
     assert decode["lossless"] is None

@@ -12,7 +12,10 @@ WALKED = {"value": 1.5, "se": 0.02, "accepted_per_round": 0.5}
 
 def evaluation(**decode: Any) -> dict[str, Any]:
     return {
-        "tau": {"before": {"value": 1.0, "se": None}, "after": WALKED, "rows": 9, "convention": "as <decoded>"},
+        "tau": {
+            "before": {"value": 1.0, "se": None}, "after": WALKED, "rows": 9, "rows_held_out": 9,
+            "convention": "as <decoded>",
+        },
         "accepted_by_slot_before": [0.0, 0.0, 0.0],
         "accepted_by_slot": [0.4, 0.1, 0.0],
         "by_group": {"math": WALKED | {"rows": 5}, "facts & more": WALKED | {"rows": 4}},
