@@ -80,6 +80,12 @@ class DrafterConfig(_Model):
     confidence: bool = Field(
         False, description="dspark: a head that guesses whether a slot is accepted; training.loss=dspark trains it"
     )
+    vocabulary: int | None = Field(
+        None,
+        description="ids that may be drafted: so many of those that the training answers hold most often, which makes "
+        "steps and drafts cheaper; None: all",
+        ge=1,
+    )
     sliding_window: int | None = Field(
         None, description="sliding layers see keys fewer than so many positions away; None: no such layers", ge=1
     )
@@ -256,6 +262,17 @@ class RunConfig(_Model):
             raise ValueError("drafter.kind=dspark is its Markov head alone: drafter.rank=0 leaves nothing of it")
         if drafter.confidence and (drafter.kind != "dspark" or self.training.loss != "dspark"):
             raise ValueError("drafter.confidence needs drafter.kind=dspark, and training.loss=dspark, which trains it")
+        if drafter.vocabulary is not None and (
+            drafter.kind != "dspark" or drafter.tables == "free" or drafter.markov == "gated" or drafter.confidence
+        ):
+            raise ValueError(
+                "drafter.vocabulary is told to servers by the tables of drafter.kind=dspark, frozen, without "
+                "drafter.confidence or a gated Markov head; no other drafter can say it. Leave drafter.vocabulary out"
+            )
+        if self.export.gguf_type == "q8_0" and drafter.vocabulary is not None:
+            raise ValueError(
+                "export.gguf_type=q8_0 would round the tables that say drafter.vocabulary. Use float16 or float32"
+            )
         if "gguf" in self.export.layouts and (
             drafter.sliding_window is not None or drafter.confidence or drafter.markov == "gated"
         ):

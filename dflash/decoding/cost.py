@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from dflash.decoding.decode import Context, draft_logits
+from dflash.decoding.decode import Context, Row, propose
 from dflash.decoding.rollback import RowCache
+from dflash.decoding.sampling import Sampling, SeededDice
 from dflash.model.drafter import Drafter
 from dflash.model.head import Head
 from dflash.target.frozen import Target
@@ -28,7 +29,7 @@ class Cost:
     """Seconds of the parts of a round."""
 
     passes: tuple[float, ...]  # of a target pass over 1, 2, …, K tokens
-    block: float  # of the drafter: its block, the head over K − 1 slots, and the features of a pass
+    block: float  # of the drafter: its block, K − 1 drafts, and the features of a pass
 
     @property
     def break_even(self) -> float:
@@ -45,7 +46,7 @@ def measure_cost(target: Target, drafter: Drafter, ends: tuple[nn.Module, Head],
     context = Context(drafter, 1, features.shape[1] + size)
     start = torch.zeros(1, dtype=torch.long)
     context.write(features, start)
-    anchor = prompt.numel()
+    row = Row(0, prompt.numel(), int(prompt[-1]), size, SeededDice(0, target.device))
     ids = prompt[-1:].repeat(size)[None].to(target.device)
 
     def check(count: int) -> None:
@@ -54,7 +55,7 @@ def measure_cost(target: Target, drafter: Drafter, ends: tuple[nn.Module, Head],
 
     def draft() -> None:
         context.write(features[:, -size:], start)
-        draft_logits(drafter, ends, context.states, [int(prompt[-1])], [anchor])
+        propose(drafter, ends, context.states, [row], Sampling(), 0.0)
 
     passes = tuple(_seconds(target, lambda count=count: check(count)) for count in range(1, size + 1))  # type: ignore[misc]
     return Cost(passes, _seconds(target, draft))

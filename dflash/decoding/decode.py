@@ -121,7 +121,7 @@ def speculate(
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """An answer under way. The position of its last token is that of the next anchor."""
 
     index: int
@@ -155,10 +155,10 @@ def stream(
     rows = []
     for index, (prompt, left) in enumerate(zip(prompts, rooms, strict=True)):
         first = int(sampling.choose(logits[index][None], dice[index]))
-        rows.append(_Row(index, prompt.numel(), first, left - 1, dice[index]))
+        rows.append(Row(index, prompt.numel(), first, left - 1, dice[index]))
     yield [Emission(row.index, (row.last,), 0) for row in rows]
     while rows := _unfinished(rows, limits, cache, context):
-        _propose(drafter, ends, context.states, rows, sampling, confidence)
+        propose(drafter, ends, context.states, rows, sampling, confidence)
         width = max(len(row.proposal.tokens) for row in rows)
         padded = [[row.last, *row.proposal.tokens] + [0] * (width - len(row.proposal.tokens)) for row in rows]
         logits, features = cache.extend(torch.tensor(padded, device=target.device))
@@ -168,11 +168,11 @@ def stream(
         yield emissions
 
 
-def _propose(
+def propose(
     drafter: Drafter,
     ends: tuple[nn.Module, Head],
     context: list[ContextState],
-    rows: list[_Row],
+    rows: list[Row],
     sampling: Sampling,
     confidence: float,
 ) -> None:
@@ -190,7 +190,7 @@ def _propose(
         row.proposal = proposal
 
 
-def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: DecodeLimits, sampling: Sampling) -> Emission:
+def _accept(row: Row, logits: Float[Tensor, "n V"], limits: DecodeLimits, sampling: Sampling) -> Emission:
     """Move a row on by its accepted drafts and the token after them, as far as a stop token or its end."""
     count = len(row.proposal.tokens)
     accepted, token = sampling.verify(logits[: count + 1], row.proposal, row.dice)
@@ -201,7 +201,7 @@ def _accept(row: _Row, logits: Float[Tensor, "n V"], limits: DecodeLimits, sampl
     return Emission(row.index, tuple(new), min(accepted, len(new)))
 
 
-def _unfinished(rows: list[_Row], limits: DecodeLimits, cache: RowCache, context: "Context") -> list[_Row]:
+def _unfinished(rows: list[Row], limits: DecodeLimits, cache: RowCache, context: "Context") -> list[Row]:
     going = [b for b, row in enumerate(rows) if row.room > 0 and row.last not in limits.stop_ids]
     if going and len(going) < len(rows):
         cache.select(going)

@@ -8,6 +8,7 @@ from dflash.model.drafter import Drafter
 from dflash.model.drafter_loss import slot_logits
 from dflash.model.head import Head
 from dflash.model.look_back import Ends
+from dflash.model.vocabulary import EXCLUDED
 
 _TOLERANCE = 1e-4  # of the largest logit: the same product in another order, in float32
 
@@ -28,16 +29,21 @@ def written_out(drafter: Drafter, ends: tuple[nn.Module, Head]) -> Drafter:
     result = Drafter(drafter.shape.published())
     own = {f"{part.name}.{name}.weight" for name in ("before", "after")}
     kept = {name: value for name, value in drafter.state_dict().items() if name not in own}
+    kept.pop("vocabulary.ids", None)  # the tables say it
     missing, unexpected = result.load_state_dict(kept, strict=False)
     assert len(missing) == len(tables)
     assert not unexpected
     assert result.look_back is not None
+    if drafter.vocabulary is not None:
+        tables = drafter.vocabulary.tables(*tables)
     for table, value in zip(result.look_back.tables(), tables, strict=True):
         table.copy_(value)
     hidden = torch.randn(64, drafter.shape.hidden_size, generator=torch.Generator().manual_seed(0))
     previous = torch.arange(64) % drafter.shape.vocab_size
     one, other = (slot_logits(d, (ends[0], head), hidden, previous) for d in (drafter, result))
     finite = one.isfinite() & other.isfinite()
+    if drafter.vocabulary is not None and not bool((other[:, one[0] == -torch.inf] < EXCLUDED / 2).all()):
+        raise CheckpointCorrupt("ids out of drafter.vocabulary would be drafted. Nothing was exported.")
     if not bool((one[finite] - other[finite]).abs().max() <= _TOLERANCE * one[finite].abs().max().clamp(min=1.0)):
         raise CheckpointCorrupt("tables that were written out give other logits than before. Nothing was exported.")
     return result.eval()

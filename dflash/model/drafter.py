@@ -23,6 +23,7 @@ from dflash.model.look_back import LookBack
 from dflash.model.markov import ConfidenceHead
 from dflash.model.rope import Rope, rotate
 from dflash.model.shape import DrafterShape as DrafterShape
+from dflash.model.vocabulary import Vocabulary
 
 Recompute = Literal["none", "mlp", "layers"]  # what the backward pass makes again instead of keeping it
 
@@ -142,6 +143,7 @@ class Drafter(nn.Module):
         if head is not None and shape.rank:
             self.add_module(head.name, head(shape))
         self.confidence_head = ConfidenceHead(shape) if shape.confidence else None
+        self.vocabulary = Vocabulary(shape.vocabulary) if shape.vocabulary else None
 
     @property
     def look_back(self) -> LookBack | None:

@@ -21,6 +21,9 @@ def drafter_loss(
     if part is None:
         return block_loss(hidden, head, slots.labels, slots.weights, slots.kind, slots.states, slots.counted)
     read = part.read(previous_tokens(slots.labels), embedding)
+    if drafter.vocabulary is not None:
+        labels, weights = drafter.vocabulary.labels(slots.labels, slots.weights)
+        head, slots = drafter.vocabulary.head(head), replace(slots, labels=labels, weights=weights)
     loss = part.loss(hidden, read, Ends(embedding, head, drafter.norm.weight), slots)
     if drafter.confidence_head is None or loss.distance is None or loss.slot_weight is None:
         return loss
@@ -38,7 +41,11 @@ def slot_logits(
     part = drafter.look_back
     if part is None:
         return ends[1].logits(hidden)
-    return part.logits(hidden, previous, Ends(*ends, drafter.norm.weight))
+    if drafter.vocabulary is None:
+        return part.logits(hidden, previous, Ends(*ends, drafter.norm.weight))
+    own = drafter.vocabulary.head(ends[1])
+    logits = part.logits(hidden, previous, Ends(ends[0], own, drafter.norm.weight))
+    return drafter.vocabulary.widened(logits, ends[1].weight.shape[0])
 
 
 def confidence(

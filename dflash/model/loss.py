@@ -83,6 +83,7 @@ def block_loss(
         confidence = torch.zeros_like(weights).view(-1)
         confidence[counted] = (-loss.detach()).exp().to(confidence.dtype)
         weight = dpace_weights(confidence.view(weights.shape), weights > 0).flatten()[counted]
+    right = right & (weight > 0)  # a label that the drafter's vocabulary lacks is none of its drafts
     slot = counted % slots
     zeros = torch.zeros(slots, device=hidden.device)
     return BlockLoss(

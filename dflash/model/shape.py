@@ -32,6 +32,7 @@ class DrafterShape:
     markov: MarkovForm = "vanilla"
     confidence: bool = False
     tables: Tables = "frozen"
+    vocabulary: int = 0  # ids that may be drafted; 0: all
     sliding_window: int | None = None  # positions that a sliding layer sees: key visible when |query − key| < it
     sliding_layers: tuple[int, ...] = ()
     sliding_causal: bool = False  # slots of a sliding layer see no later slot of their block
@@ -46,5 +47,12 @@ class DrafterShape:
         return cls(**value | {name: tuple(value[name]) for name in ("taps", "sliding_layers")})
 
     def published(self) -> "DrafterShape":
-        """The shape as checkpoints have it: tables written out."""
-        return replace(self, tables="free") if self.rank else self
+        """The shape as checkpoints have it: tables written out, one column more for the ids that are not drafted."""
+        if not self.rank:
+            return self
+        return replace(self, tables="free", rank=self.rank + (1 if self.vocabulary else 0), vocabulary=0)
+
+    @property
+    def num_drafted(self) -> int:
+        """Rows of the head that logits are made with."""
+        return self.vocabulary or self.vocab_size

@@ -20,6 +20,8 @@ def drafter_parts(drafter: DrafterConfig, hidden_size: int) -> dict[str, Any]:
             f"drafter.kind=dflash2 shares kernels among {GROUP} neighbouring channels; the target's hidden size of "
             f"{hidden_size} is no multiple of that. Use drafter.kind=dspark."
         )
+    if drafter.vocabulary is not None:
+        parts["vocabulary"] = drafter.vocabulary
     if drafter.kind == "dspark":
         parts |= {"markov": drafter.markov, "confidence": drafter.confidence}
     if drafter.sliding_window is not None:

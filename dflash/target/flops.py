@@ -40,5 +40,5 @@ def flops(config: PreTrainedConfig, shape: DrafterShape, *, final: bool = False)
         * (shape.num_target_layers if final else max(shape.taps) + 1)
         * (attention + 3 * hidden * inner),
         drafter_token=6.0 * (fc + shape.num_layers * key_value),
-        drafter_slot=6.0 * shape.num_layers * drafter_layer + 4.0 * shape.vocab_size * hidden,
+        drafter_slot=6.0 * shape.num_layers * drafter_layer + 4.0 * shape.num_drafted * hidden,
     )

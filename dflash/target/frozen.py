@@ -83,6 +83,11 @@ def drafter_shape(drafter: DrafterConfig, config: PreTrainedConfig, stop_ids: Co
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
     rope.setdefault("rope_type", "default")
     rope.pop("partial_rotary_factor", None)  # the drafter turns its whole head
+    if drafter.vocabulary is not None and drafter.vocabulary > config.vocab_size:
+        raise ConfigMismatch(
+            f"drafter.vocabulary={drafter.vocabulary} is more than the target's {config.vocab_size} ids. Lower it, or "
+            "leave it out for all of them."
+        )
     return DrafterShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

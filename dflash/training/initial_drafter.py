@@ -1,5 +1,7 @@
 """Where the drafter's layers start from: at random, or as copies of the target's last layers."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,9 @@ from dflash.target.frozen import Target, decoder_layers
 from dflash.training import checkpoint
 from dflash.training.checkpoint import Checkpoint, State
 from dflash.training.open_run import OpenRun
+from dflash.training.vocabulary_ids import choose_ids
+
+log = logging.getLogger(__name__)
 
 _STD = 0.02  # the initializer range of the Qwen3 family
 
@@ -18,6 +23,12 @@ _STD = 0.02  # the initializer range of the Qwen3 family
 def first_checkpoint(opened: OpenRun, target: Target, threads: int) -> Checkpoint:
     """The checkpoint before the first step: the drafter as it starts, an optimizer that has seen nothing."""
     drafter = new_drafter(opened.shape, opened.config.drafter, target, opened.config.training.seed)
+    if drafter.vocabulary is not None:
+        share = choose_ids(drafter.vocabulary, opened.store, opened.shape.vocab_size)
+        log.info(
+            "the drafter's %d ids are %.1f%% of the training answers' tokens", opened.shape.vocabulary, share * 100
+        )
+        opened.run.record("vocabulary", ids=opened.shape.vocabulary, share_of_supervised_tokens=share)
     state = State(epoch=0, step=0, steps_total=0, settings=opened.settings(), threads=threads)
     return checkpoint.save(opened.run.checkpoints, state, dict(drafter.state_dict()), {})
 

@@ -112,6 +112,7 @@ LOOKING_BACK: dict[str, dict[str, Any]] = {
     "dflash2 free": {"kind": "dflash2", "rank": 6, "tables": "free"},
     "dspark": {"kind": "dspark", "rank": 6},
     "dspark free gated": {"kind": "dspark", "rank": 6, "tables": "free", "markov": "gated"},
+    "dspark vocabulary": {"kind": "dspark", "rank": 6, "vocabulary": 17},
     "dspark windows": {"kind": "dspark", "rank": 6, "sliding_window": 5, "sliding_layers": [1]},
 }
 

@@ -66,7 +66,9 @@ def test_a_drafter_that_looks_back_passes_the_gate_and_drafts_alike(
     assert loaded.shape == published.shape
     hidden = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
     ours, theirs = (slot_logits(d, one.ends, hidden, torch.arange(9)) for d in (one.drafter, loaded))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    drafted = ours.isfinite()  # of all ids, or of a small vocabulary
+    torch.testing.assert_close(ours[drafted], theirs[drafted], rtol=1e-5, atol=1e-4)
+    assert (theirs[~drafted] < -1e3).all()
     features = one.target.features(torch.arange(4, 12)[None]).float()
     pair = [draft_logits(d, one.ends, d.context(features), [5], [8]) for d in (one.drafter, loaded)]
     torch.testing.assert_close(*pair)

@@ -14,6 +14,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "drafter": {"kind": "dspark", "rank": 4, "confidence": True, "sliding_window": 6},
         "training": {"loss": "dspark", "features": "reuse"},
     },
+    "dspark vocabulary": {"drafter": {"kind": "dspark", "rank": 4, "vocabulary": 30}, "training": {}},
 }
 
 
