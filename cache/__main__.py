@@ -24,6 +24,7 @@ from cache.build import build
 from cache.config import RowsConfig, default_home
 from cache.disk.removal import drop_slices, entries, entry_at, remove, slice_files, why_not_ours
 from cache.disk.store import TokenCache
+from cache.elsewhere.places import fetched
 from cache.errors import CacheError, CacheIncomplete, CacheMismatch
 from cache.plain_errors import one_line, report
 from cache.progress_bar import progress_bar
@@ -67,8 +68,14 @@ def _build(given: argparse.Namespace, console: Console) -> int:
             rows[name] = json.loads(value)
         except ValueError:
             rows[name] = value
+    with console.status("looking at the source") as status:
+        local = fetched(
+            RowsConfig(**rows),
+            given.home,
+            lambda told: status.update(f"fetching {told.source}: {told.done / 1e6:,.0f} of {told.total / 1e6:,.0f} MB"),
+        )
     with progress_bar(console) as progress:
-        path = build(RowsConfig(**rows), home=given.home, tokenizer=given.tokenizer, vocabulary=None, progress=progress)
+        path = build(local, home=given.home, tokenizer=given.tokenizer, vocabulary=None, progress=progress)
     console.print(str(path), highlight=False)
     return 0
 

@@ -21,6 +21,8 @@ from cache.disk.commit import Site, commit, locked, no_room, sweep
 from cache.disk.manifest import LAYOUT_VERSION, ArrayFacts, Manifest, dtype_for, few
 from cache.disk.shard import IdOutOfRange
 from cache.disk.store import TokenCache
+from cache.elsewhere.files import given_as
+from cache.elsewhere.places import fetched
 from cache.errors import BadRow, BadSource, CacheCorrupt, CacheIncomplete, CacheMismatch
 from cache.key.behaviour import versions
 from cache.key.content import ContentKey, content_key
@@ -90,6 +92,7 @@ def build(
     `data` is a `pyarrow.Table` or `datasets.Dataset` to read instead of `rows.source`; `trust_remote_code` runs the
     code that a tokenizer brings.
     """
+    rows = rows if data is not None else fetched(rows, home)
     parts = [] if data is not None else find_files(rows)
     before = states_of(parts)
     key = content_key(
@@ -233,7 +236,7 @@ def _manifest(
         tokenizer=key.tokenizer | {"stop_ids": converter.stop_ids} if key.tokenizer else {},
         files=sum(len(part.files) for part in found),
         files_left_out=sum(part.left_out for part in found),
-        sources=few([rows.source] if isinstance(rows.source, str) else rows.source),
+        sources=few(list(map(given_as, [rows.source] if isinstance(rows.source, str) else rows.source))),
         versions=versions(),
     )
 

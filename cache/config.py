@@ -30,8 +30,10 @@ class RowsConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str | list[str] = Field(
-        description="path, list of paths, or glob: a datasets directory, Arrow, Parquet, JSONL or JSON files"
+        description="path, list of paths, or glob: a datasets directory, Arrow, Parquet, JSONL or JSON files; or a "
+        "data set of the hub (OWNER/NAME, hf://datasets/…), s3://, gs:// or https://, fetched once"
     )
+    revision: str | None = Field(None, description="commit, tag or branch of a hub data set; None: its newest")
     split: str | None = Field(None, description="split to read where the source has several, such as train")
     columns: Columns = Field(Columns(), description="names of the source's columns where they are not the usual ones")
     groups: list[str] | None = Field(None, description="keep only rows of these domains; the others are counted")

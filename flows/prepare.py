@@ -11,6 +11,7 @@ from prefect.context import FlowRunContext
 from cache.build import BuildProgress, build, refuse_drops
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
+from cache.elsewhere.places import FetchProgress, address_of, check_address, fetched
 from cache.errors import BadSource
 from cache.json_file import read_json
 from cache.key.content import content_key
@@ -73,6 +74,7 @@ def prepare_tokens(
 ) -> Path:
     """The directory of the token cache. Prefect's record is an index: it counts while the directory opens."""
     check_dask(dask)
+    rows = fetch_rows(rows, home)
     tokenizer = tokenizer_directory(target)
     may_run = target.trust_remote_code
     key = content_key(rows, tokenizer, home=home, trust_remote_code=may_run)
@@ -142,13 +144,44 @@ def _stage_progress(progress: BuildProgress) -> StageProgress:
     )
 
 
+def fetch_rows(rows: RowsConfig, home: Path) -> RowsConfig:
+    """The rows with their source on this machine."""
+    given = [rows.source] if isinstance(rows.source, str) else rows.source
+    if not any(map(address_of, given)):
+        return rows
+    with progress_line("fetch") as line:
+
+        def show(progress: FetchProgress) -> None:
+            rate = progress.done / max(progress.seconds, 1e-9)
+            line.show(
+                StageProgress(
+                    stage="fetch",
+                    done=progress.done / 1e6,
+                    total=progress.total / 1e6,
+                    unit="MB",
+                    rate=rate / 1e6,
+                    seconds=progress.seconds,
+                    eta_s=(progress.total - progress.done) / rate if rate else None,
+                    message=progress.source,
+                )
+            )
+
+        return fetched(rows, home, show)
+
+
 def require_inputs(rows: RowsConfig, target: TargetConfig, home: Path) -> None:
     """Raises what is wrong with the places of rows and target, before anything is started."""
     resolved = resolve_target(target, home)
     require_target(resolved)
     if not Path(resolved.model).is_absolute():
         tokenizer_directory(resolved)  # a hub model that is none is found before a server is started
-    find_files(resolve_rows(rows, home))
+    resolved_rows = resolve_rows(rows, home)
+    given = [resolved_rows.source] if isinstance(resolved_rows.source, str) else resolved_rows.source
+    for source in given:
+        check_address(source)
+    here = [source for source in given if address_of(source) is None]
+    if here:
+        find_files(resolved_rows.model_copy(update={"source": here}))
 
 
 def require_target(target: TargetConfig) -> None:

@@ -11,7 +11,7 @@ from prefect.states import Completed
 from cache.config import RowsConfig
 from cache.json_file import read_json
 from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
-from flows.prepare import local_target
+from flows.prepare import fetch_rows, local_target
 from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, proposed_config, stage_alone
 from flows.runs.parameters import Home, Name, resolve_home, resolve_path, resolve_rows, resolve_target
@@ -45,7 +45,7 @@ def regenerate(
         earlier = str(resolve_path(generation.only_missing, root))
         generation = generation.model_copy(update={"only_missing": earlier})
     config = AnswersConfig(
-        rows=resolve_rows(given["rows"], root),
+        rows=fetch_rows(resolve_rows(given["rows"], root), root),
         target=local_target(resolve_target(given["target"], root), root),
         generation=generation,
     )

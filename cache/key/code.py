@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 # Only reads a finished cache, or only decides where and when one is built.
 NOT_CONVERTING = frozenset({
-    "__init__", "__main__", "batches", "config", "disk.__init__", "disk.commit", "disk.removal", "disk.store", "errors",
-    "json_file", "key", "locks", "plain_errors", "progress_bar", "show",
+    "__init__", "__main__", "batches", "config", "disk.__init__", "disk.commit", "disk.removal", "disk.store",
+    "elsewhere", "errors", "json_file", "key", "locks", "plain_errors", "progress_bar", "show",
 })  # fmt: skip
 
 # Converts, but works on tokens alone: an edit here leaves slices of conversations as they are.

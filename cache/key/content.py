@@ -27,7 +27,17 @@ from cache.source.open import open_source
 CHAT_FILES = ("tokenizer", "template")  # parts of a key: hashes of files by which conversations are tokenised
 
 # Fields of `rows` that are in a key by what they come to, or change no token.
-_NOT_RULES = {"source", "split", "columns", "groups", "template", "template_arguments", "max_dropped", "vocabulary"}
+_NOT_RULES = {
+    "source",
+    "revision",
+    "split",
+    "columns",
+    "groups",
+    "template",
+    "template_arguments",
+    "max_dropped",
+    "vocabulary",
+}
 
 
 @dataclass(frozen=True, slots=True)

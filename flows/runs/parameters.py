@@ -11,6 +11,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field
 
 from cache.config import RowsConfig, names_a_template
+from cache.elsewhere.places import address_of
 from dflash.config import RunConfig, TargetConfig
 from flows.errors import BadParameter
 
@@ -98,7 +99,8 @@ def resolve_path(text: str, home: Path) -> Path:
 
 def resolve_rows(rows: RowsConfig, home: Path) -> RowsConfig:
     def absolute(source: str) -> str:
-        return source if "://" in source else str(resolve_path(source, home))
+        path = resolve_path(source, home)
+        return str(path) if path.exists() else address_of(source) or str(path)
 
     source = [absolute(one) for one in rows.source] if isinstance(rows.source, list) else absolute(rows.source)
     template = rows.template
