@@ -11,7 +11,8 @@ from prefect.context import FlowRunContext
 from cache.build import BuildProgress, build, refuse_drops
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
-from cache.elsewhere.places import FetchProgress, address_of, check_address, fetched
+from cache.elsewhere.download import FetchProgress
+from cache.elsewhere.places import address_of, check_address, fetched
 from cache.errors import BadSource
 from cache.json_file import read_json
 from cache.key.content import content_key

@@ -16,8 +16,7 @@ from typing import Any
 import xxhash
 
 from cache.canonical import canonical
-from cache.elsewhere.places import FetchProgress, Report
-from cache.elsewhere.room import refuse_without_room
+from cache.elsewhere.download import FetchProgress, Report, refuse_without_room
 from cache.errors import BadSource
 from cache.json_file import read_json, write_json
 from cache.locks import held, lock_of

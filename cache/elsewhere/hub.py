@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cache.elsewhere.places import FetchProgress, Report
-from cache.elsewhere.room import refuse_without_room
+from cache.elsewhere.download import FetchProgress, Report, refuse_without_room
 from cache.errors import BadSource
 from cache.source.walk import NOT_DATA
 

@@ -6,11 +6,10 @@ are like any local files: told by first bytes, hashed by content, mapped. Creden
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from cache.config import RowsConfig
+from cache.elsewhere.download import Report
 from cache.errors import BadSource
 
 HUB = "hf://datasets/"
@@ -18,19 +17,6 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA = re.compile(r"\.(jsonl?|ndjson|arrows?|parquet|gz|zst|bz2|txt)$")
 SCHEMES = ("s3", "gs", "https", "http")
-
-
-@dataclass(frozen=True, slots=True)
-class FetchProgress:
-    """How far a download is."""
-
-    source: str
-    done: int  # bytes
-    total: int
-    seconds: float
-
-
-Report = Callable[[FetchProgress], None]
 
 
 def address_of(source: str) -> str | None:

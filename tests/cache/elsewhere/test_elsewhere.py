@@ -13,9 +13,10 @@ from file_servers import Web, served
 from cache.build import build
 from cache.config import RowsConfig
 from cache.disk.store import TokenCache
+from cache.elsewhere import download, places
 from cache.elsewhere import files as fetching
-from cache.elsewhere import places, room
-from cache.elsewhere.places import FetchProgress, address_of, fetched
+from cache.elsewhere.download import FetchProgress
+from cache.elsewhere.places import address_of, fetched
 from cache.errors import BadSource
 
 ROWS = [[1, 2, 3], [4, 5]]
@@ -29,36 +30,6 @@ def lines(rows: list[list[int]] = ROWS) -> bytes:
 def web() -> Iterator[Web]:
     with served() as web:
         yield web
-
-
-@pytest.fixture(scope="module")
-def s3_address() -> Iterator[str]:
-    server_module = pytest.importorskip("moto.server")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
-
-
-@pytest.fixture
-def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    import fsspec
-
-    for name, value in {
-        "AWS_ENDPOINT_URL": s3_address,
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    system = fsspec.filesystem("s3", use_listings_cache=False)
-    if not system.exists("bucket"):
-        system.mkdir("bucket")
-    for path in system.find("bucket"):
-        system.rm(path)
-    yield system
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 @pytest.fixture
@@ -194,7 +165,7 @@ def test_a_file_that_changes_while_it_comes_is_refused(
 def test_room_is_checked_first(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     web.files["/rows.jsonl"] = lines()
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: usage(0, 0, room.LEFT_FREE + 10))
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage(0, 0, download.LEFT_FREE + 10))
     with pytest.raises(BadSource, match=r"GB to fetch, but .* GB free"):
         fetched(RowsConfig(source=f"{web.address}/rows.jsonl"), tmp_path)
     assert not [one for one in web.asked if one[0] == "GET" and one[2] not in (None, "bytes=0-0")]

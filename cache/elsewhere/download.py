@@ -1,11 +1,26 @@
-"""Room on the disk, asked before anything is fetched."""
+"""What every download does: it asks for room on the disk first, and tells how far it is."""
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from cache.errors import BadSource
 
 LEFT_FREE = 1 << 28  # bytes for everything else
+
+
+@dataclass(frozen=True, slots=True)
+class FetchProgress:
+    """How far a download is."""
+
+    source: str
+    done: int  # bytes
+    total: int
+    seconds: float
+
+
+Report = Callable[[FetchProgress], None]
 
 
 def refuse_without_room(directory: Path, size_bytes: int, source: str) -> None:
