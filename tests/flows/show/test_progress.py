@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from cache.build import BuildProgress
-from flows import __main__ as command
+from flows.cli import run_here as command
 from flows.prepare import _stage_progress
 from flows.show import progress
 from flows.show.progress import LINE_EVERY_S, StageProgress, progress_line
