@@ -3,6 +3,7 @@
 dflash-train demo
 dflash-train train --set training.epochs=2 --set name=short
 dflash-train train --dry-run
+dflash-train train -f mine.yaml
 dflash-train ls
 
 `python -m flows` does the same, but puts the working directory first on `sys.path`: a `flows/` or `cache.py` of the
@@ -12,6 +13,7 @@ Exit codes: 0 done, 1 failed, 2 a mistake in what was typed, 130 stopped by Ctrl
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
@@ -31,6 +33,8 @@ COMMANDS = {
     "status": ("look.status", "says how one run stands: stages, time left, checkpoint, warnings"),
     "logs": ("look.logs", "shows what the stages of a run printed; -f goes on"),
     "resume": ("run_here.resume", "goes on with a run as it was started; nothing is typed again"),
+    "init": ("own_file.init", "writes a file of all fields for a target and rows of your own"),
+    "schema": ("own_file.schema", "prints the JSON schema of such a file, for editors"),
     "serve": ("serve.main", "serves a run's drafter in llama.cpp's server"),
     "clean": ("clean.main", "lists what no run needs, and deletes it once that is agreed"),
 }
@@ -62,18 +66,37 @@ def _run(arguments: list[str]) -> int:
         module, _, function = COMMANDS[arguments[0]][0].partition(".")
         command = getattr(importlib.import_module(f"flows.cli.{module}"), function)
         return int(command(arguments[1:], _program()))
+    from flows.cli.fields import FLOWS, fields_help
     from flows.cli.overrides import with_overrides
+    from flows.cli.own_file import read_file
     from flows.cli.presets import read_deployments
     from flows.cli.run_here import run_here
 
     deployments = read_deployments(repository())
     listed = {one.name: one.description for one in deployments.values()}
-    options = _parser(listed).parse_args(arguments)
-    deployment = deployments[options.name]
-    tree = with_overrides(deployment.parameters, options.set)
+    if not arguments or arguments[0].startswith("-"):
+        _overview(listed).parse_args(arguments)
+        raise BadParameter(f"Name what to run: {', '.join(listed)}; or a command. `{_program()} --help` says more.")
+    name, rest = arguments[0], arguments[1:]
+    if name not in listed and name not in FLOWS:
+        known = [*COMMANDS, *listed, *FLOWS]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(sorted(set(known)))}."
+        raise BadParameter(f"{name}: there is no such command or deployment. {hint}")
+    parser = _parser(name, listed.get(name, "Runs this flow with the parameters of a file."))
+    if {"-h", "--help"} & set(rest):
+        entrypoint = deployments[name].entrypoint if name in listed else FLOWS[name]
+        parser.epilog = fields_help(entrypoint, deployments[name].parameters if name in listed else {})
+    options = parser.parse_args(rest)
+    if options.file is None and name not in listed:
+        raise BadParameter(f"{name}: no deployment of prefect.yaml has this name. Give its parameters with -f FILE.")
+    tree = deployments[name].parameters if options.file is None else read_file(options.file)
+    tree = with_overrides(tree, options.set, Path.cwd())
     if options.override:
         tree |= {"override": True}
-    return run_here(deployment, tree, is_dry=options.dry_run)
+    entrypoint = deployments[name].entrypoint if name in listed else FLOWS[name]
+    whole = options.file is None
+    return run_here(entrypoint, tree, is_dry=options.dry_run, is_shown=options.show, whole=whole)
 
 
 def _program() -> str:
@@ -81,23 +104,35 @@ def _program() -> str:
     return "dflash-train" if Path(sys.argv[0]).name == "dflash-train" else "python -m flows"
 
 
-def _parser(deployments: dict[str, str]) -> argparse.ArgumentParser:
+def _overview(deployments: dict[str, str]) -> argparse.ArgumentParser:
     commands = {name: text for name, (_, text) in COMMANDS.items()}
-    parser = argparse.ArgumentParser(
+    return argparse.ArgumentParser(
         prog=_program(),
-        description="Runs a deployment of prefect.yaml in this process.",
-        epilog=f"deployments:\n{_list(deployments)}\n\ncommands, each with --help:\n{_list(commands)}\n\n"
-        "Parameters: see prefect.yaml.",
+        usage=f"{_program()} NAME [options]",
+        description="Runs a deployment of prefect.yaml in this process, or a command.",
+        epilog=f"deployments, each with --help for its fields:\n{_list(deployments)}\n\n"
+        f"commands, each with --help:\n{_list(commands)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=list(deployments), help="one of the deployments below")
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{_program()} {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-f", "--file", type=Path, metavar="FILE", help="take the parameters from this YAML file; `init` writes one"
+    )
     parser.add_argument(
         "--set",
         metavar="FIELD=VALUE",
         action="append",
         default=[],
-        help="override one parameter by its path, such as training.epochs=2; the value is read as YAML",
+        help="set one of the fields by its path, such as training.epochs=2",
     )
+    parser.add_argument("--show", action="store_true", help="print all parameters as they would be used; run nothing")
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -1,37 +1,64 @@
-"""`--set` overrides of a deployment's parameters, and the check of the whole; each error is named by its field."""
+"""`--set` overrides of a flow's parameters, and the check of the whole; each error is named by its field."""
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from flows.cli.fields import absolute, all_fields, options
 from flows.cli.presets import Tree, read_yaml
 from flows.errors import BadParameter
 
 
-def with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """A copy of the tree with each `field.path=value` set; the value is read as YAML."""
+def with_overrides(tree: Tree, overrides: Sequence[str], base: Path | None = None) -> Tree:
+    """A copy of the tree with each `field.path=value` set, read as the field's type asks; others as YAML.
+
+    Relative paths among them are taken from `base`, where there is one.
+    """
+    known = all_fields() if overrides else {}
     for override in overrides:
         path, equals, text = override.partition("=")
-        keys = path.strip().split(".")
+        path = path.strip()
+        keys = path.split(".")
         if not equals or not all(keys):
             raise BadParameter(f"--set {override}: expected field=value, such as --set training.epochs=2.")
         try:
-            value = text if _is_plain(text) else read_yaml(text)
+            value = typed(text, known[path].schema) if path in known else read_yaml(text)
         except yaml.YAMLError as error:
-            if not (text.startswith("[") and "]" in text[:-1]):
-                raise BadParameter(f"{path}: {text!r} is not YAML ({' '.join(str(error).split())}).") from None
-            value = text  # a path, such as "[v2] chat/*.jsonl"
+            raise BadParameter(f"{path}: {text!r} is not YAML ({' '.join(str(error).split())}).") from None
+        if base is not None:
+            placed: Any = absolute(_with_value({}, keys, value, path), base)
+            for key in keys:
+                placed = placed[key]
+            value = placed
         tree = _with_value(tree, keys, value, path)
     return tree
 
 
-def _is_plain(text: str) -> bool:
-    """Globs and names of files that YAML would read as something else, or cut at a #."""
-    return text.startswith(("*", "&", "%", "@", "`", "!", "|", ">", "#")) or " #" in text
+def typed(text: str, schema: Tree) -> Any:
+    """What was typed for a field: text as it stands, one value of a list as a list of one, all else as YAML."""
+    kinds = {str(one.get("type")): one for one in options(schema)}
+    if "null" in kinds and text in ("~", "null"):
+        return None
+    array = kinds.get("array")
+    if array is None:
+        return text if kinds.keys() <= {"string", "null"} else read_yaml(text)
+    is_of_text = array.get("items", {}).get("type") == "string"
+    if text.startswith("["):
+        try:
+            return yaml.load(text, Loader=yaml.BaseLoader) if is_of_text else read_yaml(text)
+        except yaml.YAMLError:
+            if "string" not in kinds:
+                raise
+    is_a_whole = "string" in kinds and ("const" not in kinds["string"] or text == kinds["string"]["const"])
+    if is_a_whole or "items" not in array:
+        return text if is_a_whole else read_yaml(text)
+    value = text if is_of_text else read_yaml(text)
+    return value if "integer" in kinds and isinstance(value, int) else [value]
 
 
 def _with_value(tree: Tree, keys: list[str], value: object, path: str) -> Tree:
@@ -66,7 +93,7 @@ def _explain(details: Any, tree: Tree, model: type[BaseModel]) -> str:
         *parents, last = path.split(".")
         known = _fields_below(model, parents)
         close = difflib.get_close_matches(last, known, n=1)
-        close = [".".join([*parents, close[0]])] if close else _paths_to(model, last)
+        close = [".".join([*parents, close[0]])] if close else _meant(model, last)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known here: {', '.join(known)}."
         return f"{path}: there is no such field; {hint}"
     if details["type"] == "missing":
@@ -91,22 +118,39 @@ def _field_path(location: tuple[int | str, ...], tree: Tree) -> str:
     return ".".join(path)
 
 
-def _paths_to(model: type[BaseModel], name: str, before: tuple[str, ...] = ()) -> list[str]:
-    """Where in the tree a field of this name is."""
-    found = []
-    for field, information in model.model_fields.items():
-        path = (*before, field)
-        if field == name:
-            found.append(".".join(path))
-        elif isinstance(information.annotation, type) and issubclass(information.annotation, BaseModel):
-            found += _paths_to(information.annotation, name, path)
-    return found
+def _meant(model: type[BaseModel], name: str) -> list[str]:
+    """Where in the tree a field of this name is, or of one like it, or one that is described by it."""
+    described = dict(_described(model))
+    last = {path: path.rpartition(".")[2] for path in described}
+    close = difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.75)
+    words = name.replace("_", " ")
+    return (
+        [path for path in last if last[path] == name]
+        or [path for path in last if last[path] in close]
+        or [path for path, text in described.items() if len(words) > 3 and words in text]
+    )
+
+
+def _described(model: type[BaseModel], before: str = "") -> Iterator[tuple[str, str]]:
+    """Every field's path and description."""
+    for name, field in model.model_fields.items():
+        yield f"{before}{name}", field.description or ""
+        below = _model_of(field.annotation)
+        if below is not None:
+            yield from _described(below, f"{before}{name}.")
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds, also where it may be None."""
+    kinds = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+    return next((one for one in kinds if issubclass(one, BaseModel)), None)
 
 
 def _fields_below(model: type[BaseModel], parents: list[str]) -> list[str]:
     for name in parents:
         field = model.model_fields.get(name)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        below = None if field is None else _model_of(field.annotation)
+        if below is None:
             return []
-        model = field.annotation
+        model = below
     return list(model.model_fields)

@@ -22,16 +22,17 @@ class Deployment:
     entrypoint: str  # a module path such as flows.train.train
     parameters: Tree
 
-    def load(self) -> Any:
-        """The flow that the entrypoint names. Imports Prefect."""
-        module, _, attribute = self.entrypoint.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ModuleNotFoundError, AttributeError, ValueError) as error:
-            raise BadParameter(
-                f"prefect.yaml: the entrypoint {self.entrypoint!r} of {self.name} leads nowhere ({error}). Name a flow "
-                "by its module, such as flows.train.train."
-            ) from None
+
+def load_flow(entrypoint: str) -> Any:
+    """The flow at a module path such as flows.train.train. Imports Prefect."""
+    module, _, attribute = entrypoint.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        raise BadParameter(
+            f"the entrypoint {entrypoint!r} leads nowhere ({error}). In prefect.yaml, name a flow by its module, such "
+            "as flows.train.train."
+        ) from None
 
 
 def read_deployments(root: Path) -> dict[str, Deployment]:

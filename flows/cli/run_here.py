@@ -1,29 +1,43 @@
 """Runs a flow in this process, with a server of its own unless one is set, and speaks of it plainly."""
 
 import argparse
+import inspect
 import logging
 import os
+from pathlib import Path
 from typing import Any
+
+import yaml
+from pydantic import BaseModel
 
 from flows.cli.look import add_run, named_run
 from flows.cli.overrides import check_parameters, with_overrides
-from flows.cli.presets import Deployment, Tree
+from flows.cli.own_file import part_for
+from flows.cli.presets import Tree, load_flow
 from flows.cli.temporary_server import choose_server, start_server
 from flows.runs.directory import read_parameters
-from flows.runs.parameters import repository, resolve_home, run_directory
+from flows.runs.parameters import Parameters, repository, resolve_home, run_directory
 from flows.runs.start import started_as
 from flows.show.progress import console
 
 OUR_LOGGERS = ("flows", "cache", "dflash")
 
 
-def run_here(deployment: Deployment, tree: Tree, *, is_dry: bool = False) -> int:
-    """Checks the parameters, then runs the flow, or says what it would take."""
+def run_here(entrypoint: str, tree: Tree, *, is_dry: bool = False, is_shown: bool = False, whole: bool = True) -> int:
+    """Checks the parameters, then runs the flow, or says what it would take or be given.
+
+    `whole`: the tree is this flow's alone; else it may hold parameters of other flows, too.
+    """
     os.chdir(repository())  # Prefect reads prefect.toml from the working directory only
     os.environ.setdefault("DO_NOT_TRACK", "1")  # and says on terminals that it tracks, whatever that file says
     server = choose_server()
-    flow = deployment.load()
+    flow = load_flow(entrypoint)
+    if not whole:
+        tree = part_for(tree, frozenset(inspect.signature(flow.fn).parameters))
     parameters = check_parameters(flow.fn, tree)
+    if is_shown:
+        print(yaml.safe_dump(resolved(parameters), sort_keys=False, allow_unicode=True), end="")
+        return 0
     _speak_plainly()
     if is_dry:
         from flows.cli.dry_run import dry_run
@@ -35,6 +49,18 @@ def run_here(deployment: Deployment, tree: Tree, *, is_dry: bool = False) -> int
         start_server(server, resolve_home(parameters.get("home")))
     flow(**parameters)
     return 0
+
+
+def resolved(parameters: Tree) -> Tree:
+    """The parameters with all defaults and with absolute paths, as plain values."""
+    plain = {
+        name: value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+        for name, value in parameters.items()
+    }
+    if {"name", "rows", "target", "drafter"} <= parameters.keys():
+        own = {name: value for name, value in parameters.items() if name in Parameters.model_fields}
+        plain |= Parameters(**own).resolved().model_dump(mode="json")
+    return plain
 
 
 def resume(arguments: list[str], program: str) -> int:
@@ -49,8 +75,8 @@ def resume(arguments: list[str], program: str) -> int:
     )
     options = parser.parse_args(arguments)
     entrypoint, tree = started_as(named_run(options))
-    tree = with_overrides(tree, options.set) | {"override": options.override}
-    return run_here(Deployment(options.name, "", entrypoint, tree), tree)
+    tree = with_overrides(tree, options.set, Path.cwd()) | {"override": options.override}
+    return run_here(entrypoint, tree)
 
 
 def _require_inputs(parameters: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flows.cli.overrides import check_parameters
-from flows.cli.presets import read_deployments
+from flows.cli.presets import load_flow, read_deployments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRIES: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
@@ -23,7 +23,7 @@ NAMES = [entry["name"] for entry in ENTRIES]
 @pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
 def test_parameters_are_what_the_flow_takes(entry: dict[str, Any]) -> None:
     deployment = read_deployments(ROOT)[entry["name"]]
-    flow = deployment.load()
+    flow = load_flow(deployment.entrypoint)
     check_parameters(flow.fn, deployment.parameters)
     schema = flow.parameters.model_dump()
     jsonschema.validate(deployment.parameters, schema)  # as the server does
@@ -32,7 +32,7 @@ def test_parameters_are_what_the_flow_takes(entry: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
 def test_every_parameter_of_the_form_is_described(entry: dict[str, Any]) -> None:
-    schema = read_deployments(ROOT)[entry["name"]].load().parameters.model_dump()
+    schema = load_flow(read_deployments(ROOT)[entry["name"]].entrypoint).parameters.model_dump()
     bare = [name for name, field in schema["properties"].items() if not field.get("description")]
     for model in schema.get("definitions", {}).values():
         bare += [

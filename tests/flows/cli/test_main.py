@@ -36,13 +36,13 @@ def test_help_lists_the_deployments_with_their_descriptions(tmp_path: Path) -> N
     [
         ("training.epoch=3", "training.epoch: there is no such field; did you mean training.epochs?"),
         ("training.lr=-1", "training.lr: Input should be greater than 0; got -1."),
-        ("target.model=./nowhere.gguf", f"target.model: there is no file {ROOT}/nowhere.gguf"),
+        ("target.model=./nowhere.gguf", "target.model: there is no file {d}/nowhere.gguf"),
     ],
 )
 def test_mistake_is_named_by_its_field_before_any_work(tmp_path: Path, override: str, message: str) -> None:
     done = flows(tmp_path, "demo", "--set", override)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert message.format(d=tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == "", "no server was started"
     assert not (tmp_path / "home/tokens").exists()
@@ -51,7 +51,7 @@ def test_mistake_is_named_by_its_field_before_any_work(tmp_path: Path, override:
 def test_unknown_deployment_is_refused_with_those_there_are(tmp_path: Path) -> None:
     done = flows(tmp_path, "dmeo")
     assert done.returncode == 2
-    assert "'demo'" in done.stderr
+    assert "Did you mean demo?" in done.stderr
 
 
 def test_script_is_not_led_astray_by_files_of_the_users_own(tmp_path: Path) -> None:

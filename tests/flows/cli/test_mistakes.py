@@ -24,8 +24,8 @@ SLOWEST_S = 3.0
 TRAIN = ("train", "--set", "name=x", "--set", "rows.source={d}/rows.jsonl", "--set", "target.model={d}/target")
 
 FLOWS = [
-    (("trian",), 2, "invalid choice: 'trian'"),
-    ((), 2, "required: NAME"),
+    (("trian",), 2, "trian: there is no such command or deployment. Did you mean train?"),
+    ((), 2, "Name what to run: demo, "),
     (("train", "--sett", "x"), 2, "unrecognized arguments"),
     ((*TRAIN, "--set", "training.epoch=3"), 2, "did you mean training.epochs?"),
     ((*TRAIN, "--set", "epochs=3"), 2, "did you mean training.epochs?"),
@@ -41,6 +41,12 @@ FLOWS = [
     ((*TRAIN, "--set", "target.model={d}/nowhere"), 2, "target.model: there is no directory {d}/nowhere"),
     ((*TRAIN, "--set", "target.model={d}/nowhere.gguf"), 2, "target.model: there is no file {d}/nowhere.gguf"),
     ((*TRAIN, "--set", "target.model=models/mistyped"), 1, "target.model=models/mistyped: no directory here"),
+    ((*TRAIN, "--set", "learning_rate=1"), 2, "did you mean training.lr or training.min_lr or"),
+    ((*TRAIN, "--set", "taining.epochs=1"), 2, "did you mean training?"),
+    (("full",), 2, "Give its parameters with -f FILE"),
+    (("full", "-f", "{d}/none.yaml"), 2, "{d}/none.yaml: cannot be read"),
+    (("full", "-f", "{d}/rows.jsonl"), 2, "rows.jsonl"),
+    (("init", "{d}/rows.jsonl", "--model", "x", "--rows", "y"), 2, "is there already"),
     (("evaluate", "--set", "name=none"), 1, "name=none: there is no run in"),
     (("export", "--set", "name=none"), 1, "name=none: there is no run in"),
     (("evaluate", "--dry-run"), 2, "trains nothing"),

@@ -44,10 +44,27 @@ def flow_like(
         ("rows.source=/data/b #2.jsonl", ("rows", "source"), "/data/b #2.jsonl"),
         ("rows.source=[v2] chat/*.jsonl", ("rows", "source"), "[v2] chat/*.jsonl"),
         ("rows.source=#2.jsonl", ("rows", "source"), "#2.jsonl"),
-        ("target.devices=", ("target", "devices"), None),
+        ("target.devices=auto", ("target", "devices"), "auto"),
+        ("target.devices=cuda:0", ("target", "devices"), ["cuda:0"]),
+        ("target.devices=[cuda:0, cuda:1]", ("target", "devices"), ["cuda:0", "cuda:1"]),
+        ("name=2024", ("name",), "2024"),
+        ("name=no", ("name",), "no"),
+        ("rows.groups=math", ("rows", "groups"), ["math"]),
+        ("rows.groups=[2024, on]", ("rows", "groups"), ["2024", "on"]),
+        ("rows.groups=null", ("rows", "groups"), None),
+        ("rows.source=[a.jsonl, b.jsonl]", ("rows", "source"), ["a.jsonl", "b.jsonl"]),
+        ("export.layouts=gguf", ("export", "layouts"), ["gguf"]),
+        ("drafter.taps=3", ("drafter", "taps"), 3),
+        ("drafter.taps=[1, 2]", ("drafter", "taps"), [1, 2]),
+        ("drafter.sliding_layers=1", ("drafter", "sliding_layers"), [1]),
+        ("training.betas=[0.9, 0.98]", ("training", "betas"), [0.9, 0.98]),
+        ("training.anchors=0.5", ("training", "anchors"), 0.5),
+        ("rows.columns.group=", ("rows", "columns", "group"), ""),
     ],
 )
-def test_set_reads_yaml_and_leaves_the_preset_alone(override: str, path: tuple[str, ...], value: object) -> None:
+def test_set_reads_what_the_field_is_and_leaves_the_preset_alone(
+    override: str, path: tuple[str, ...], value: object
+) -> None:
     changed: Any = with_overrides(TREE, [override])
     for key in path:
         changed = changed[key]
@@ -55,7 +72,7 @@ def test_set_reads_yaml_and_leaves_the_preset_alone(override: str, path: tuple[s
     assert TREE["training"] == {"epochs": 2}
 
 
-@pytest.mark.parametrize("override", ["training.epochs", "=3", "training..epochs=3", "name=[1", "name.first=x"])
+@pytest.mark.parametrize("override", ["training.epochs", "=3", "training..epochs=3", "training.lr=[1", "name.first=x"])
 def test_set_that_says_nothing_is_refused(override: str) -> None:
     with pytest.raises(BadParameter):
         with_overrides(TREE, [override])
@@ -68,10 +85,12 @@ def test_set_that_says_nothing_is_refused(override: str) -> None:
         (["training.epochs=0"], "training.epochs: Input should be greater than or equal to 1; got 0."),
         (["training.epochs=many"], "training.epochs: "),
         (["epochs=2"], "epochs: there is no such field; did you mean training.epochs?"),
+        (["model=2"], "model: there is no such field; did you mean target.model?"),
+        (["targets.model=2"], "targets: there is no such field; did you mean target?"),
         (["zzz=2"], "zzz: there is no such field; known here: name, rows, target, training, home."),
         (["rows.columns.idz=x"], "rows.columns.idz: there is no such field; did you mean rows.columns.ids?"),
-        (["target.devices=3"], "target.devices: "),
-        (["target.devices=[1]"], "target.devices.0: "),
+        (["training.betas=3"], "training.betas: "),
+        (["training.anchors=[1]"], "training.anchors: "),
         (["name=../x"], "name: "),
         (["rows={}"], "rows.source: this field is needed and has no default; set it in prefect.yaml or with --set"),
     ],
