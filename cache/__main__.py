@@ -22,7 +22,7 @@ from rich.console import Console
 
 from cache.build import build
 from cache.config import RowsConfig, default_home
-from cache.disk.removal import drop_slices, entries, entry_at, remove, slice_files, why_not_ours
+from cache.disk.removal import drop_slices, entries, entry_at, remove, slice_files, users, why_not_ours
 from cache.disk.store import TokenCache
 from cache.elsewhere.places import fetched
 from cache.errors import CacheError, CacheIncomplete, CacheMismatch
@@ -96,7 +96,7 @@ def _verify(given: argparse.Namespace, console: Console) -> int:
 
 
 def _list(given: argparse.Namespace, console: Console) -> int:
-    console.print(listing(entries(given.home), slice_files(given.home)))
+    console.print(listing(entries(given.home), slice_files(given.home), users(given.home)))
     return 0
 
 

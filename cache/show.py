@@ -1,11 +1,14 @@
 """What a person wants to know of a token cache, as tables and a row in colour."""
 
+import re
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -36,13 +39,12 @@ def summary(cache: TokenCache) -> RenderableType:
     facts.add_row("row length", f"mean {mean:,.0f}, longest {longest:,} tokens")
     cut = f"{manifest.truncated:,} rows, {manifest.truncated_tokens:,} tokens"
     facts.add_row("cut", cut if manifest.truncated else "none")
-    facts.add_row("dropped", f"{_counted(manifest.dropped)} ({manifest.dropped_share:.1%})")
-    if manifest.noted:
-        facts.add_row("noted", _counted(manifest.noted))
+    facts.add_row("dropped", f"{sum(manifest.dropped.values()):,} ({manifest.dropped_share:.1%})")
     size = sum(array.size_bytes for array in manifest.arrays.values())
     facts.add_row("on disk", size_of(size))
     audit = [_roles(manifest), "", _shares(manifest), "", _answers(manifest), ""] if manifest.messages else []
-    return Group(facts, "", *audit, _lengths(manifest), "", _groups(cache), "", _key_parts(manifest))
+    reasons = [_reasons(manifest), ""] if manifest.dropped or manifest.noted else []
+    return Group(facts, "", *reasons, *audit, _lengths(manifest), "", _groups(cache), "", _key_parts(manifest))
 
 
 def row(cache: TokenCache, index: int, tokenizer: Path | None) -> RenderableType:
@@ -61,20 +63,41 @@ def row(cache: TokenCache, index: int, tokenizer: Path | None) -> RenderableType
     return Group(Text(title).append("supervised", style=SUPERVISED).append(" context", style=CONTEXT), text)
 
 
-def listing(entries: list[Entry], slices: list[SliceFile]) -> RenderableType:
-    """A line a cache, with its size, and one for all slices of conversations."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("key", "rows", "tokens", "size", ""):
-        right = heading in ("rows", "tokens", "size")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=bool(heading))
+def listing(entries: list[Entry], slices: list[SliceFile], users: dict[str, list[str]]) -> RenderableType:
+    """Each cache with its size and, below, what it is of and who uses it; then all slices of conversations."""
+    of_slices = sum(one.size_bytes for one in slices)
+    told: list[RenderableType] = []
     for entry in entries:
         manifest = entry.manifest
-        rows, tokens = (f"{manifest.rows:,}", f"{manifest.tokens:,}") if manifest else ("", "")
-        table.add_row(entry.path.name, rows, tokens, size_of(entry.size_bytes), entry.problem or "")
-    of_slices = sum(one.size_bytes for one in slices)
-    table.add_row("slices", "", "", size_of(of_slices), f"{len(slices):,} of conversations")
-    table.add_row("", "", "", size_of(of_slices + sum(entry.size_bytes for entry in entries)), "in all")
-    return table
+        numbers = f"{manifest.rows:,} rows  {manifest.tokens:,} tokens  " if manifest else ""
+        line = Text(f"{entry.path.name}  ", style="bold").append(numbers + size_of(entry.size_bytes), style="not bold")
+        about = entry.problem or f"{_day(entry.path)}  {_told(entry, users)}"
+        told += [line, Padding(Text(about, overflow="fold", style=CONTEXT), (0, 0, 0, 2))]
+    told.append(Text(f"slices  {len(slices):,} of conversations  {size_of(of_slices)}"))
+    told.append(Text(f"in all  {size_of(of_slices + sum(entry.size_bytes for entry in entries))}"))
+    return Group(*told)
+
+
+def _told(entry: Entry, users: dict[str, list[str]]) -> str:
+    """What a key is, as people named it."""
+    assert entry.manifest is not None
+    runs = users.get(entry.path.name, [])
+    parts = [", ".join(entry.manifest.sources) or "a table in memory"]
+    if tokenizer := entry.manifest.tokenizer.get("directory"):
+        parts.append(f"tokenizer {_model_of(str(tokenizer))}")
+    return "; ".join([*parts, f"used by {', '.join(runs)}" if runs else "no run uses it"])
+
+
+def _model_of(directory: str) -> str:
+    """The name of a hub model that lies in this directory; any other directory is itself."""
+    found = re.search(r"models--(.+?)--(.+?)/snapshots/", f"{directory}/")
+    return f"{found[1]}/{found[2]}" if found else directory
+
+
+def _day(cache: Path) -> str:
+    """When the manifest was written."""
+    file = cache / "zarr.json"
+    return datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M") if file.is_file() else ""
 
 
 def size_of(size_bytes: int) -> str:
@@ -84,8 +107,15 @@ def size_of(size_bytes: int) -> str:
     return f"{size_bytes} bytes"
 
 
-def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(f"{reason} {number:,}" for reason, number in counts.items()) or "none"
+def _reasons(manifest: Manifest) -> RenderableType:
+    """Why rows are not there, and what was changed or not read in those that are; the most frequent first."""
+    table = Table(title="dropped and noted", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "", "rows"):
+        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
+    for what, counts in (("dropped", manifest.dropped), ("noted", manifest.noted)):
+        for reason, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+            table.add_row(what, reason, f"{number:,}")
+    return table
 
 
 def _lengths(manifest: Manifest) -> RenderableType:

@@ -14,8 +14,10 @@ from cache.disk.commit import is_another_hosts
 from cache.disk.manifest import ARRAYS, Manifest
 from cache.disk.store import TokenCache, chunk_path
 from cache.errors import CacheError, CacheInUse, CacheMismatch
+from cache.json_file import read_json
 from cache.locks import beside, final_name, held, lock_of, try_lock
 
+LEDGER = "stages.json"  # of a run: which cache it is trained on, among others
 _KEY = re.compile(r"[0-9a-f]{32}")
 _OURS = {*ARRAYS, "zarr.json"}
 
@@ -45,6 +47,16 @@ def entries(home: Path) -> list[Entry]:
     if not tokens.is_dir():
         return []
     return [entry_at(path) for path in sorted(tokens.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+
+
+def users(home: Path) -> dict[str, list[str]]:
+    """Names of the runs that are trained on each cache, by its key."""
+    found: dict[str, list[str]] = {}
+    for ledger in sorted(home.glob(f"runs/*/{LEDGER}")):
+        with contextlib.suppress(ValueError, AttributeError):
+            key = (read_json(ledger) or {}).get("prepare", {}).get("key")
+            found.setdefault(str(key), []).append(ledger.parent.name)
+    return found
 
 
 def entry_at(path: Path) -> Entry:

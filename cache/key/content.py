@@ -94,8 +94,10 @@ def content_key(
         "vocabulary": str(resolve_vocabulary(rows, tokenizer, vocabulary)),
         "code": hash_code(PACKAGE),
     }
-    facts = {name: known[name] for name in ("probe", "vocabulary") if name in known}
-    return ContentKey(xxhash.xxh3_128_hexdigest(canonical(found)), found, facts | {"chat": is_chat} if facts else {})
+    facts: dict[str, Any] = {name: known[name] for name in ("probe", "vocabulary") if name in known}
+    if facts:
+        facts |= {"chat": is_chat, "directory": str(tokenizer)}
+    return ContentKey(xxhash.xxh3_128_hexdigest(canonical(found)), found, facts)
 
 
 def hash_recipe(parts: dict[str, str], layout: Layout, rows: RowsConfig) -> str:

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cache.disk.removal import LEDGER as LEDGER
 from cache.json_file import read_json, write_json
 from cache.locks import held
 
-LEDGER = "stages.json"
 SAVE_EVERY_S = 5.0
 
 

@@ -1,6 +1,9 @@
 """`python -m cache`: what people see of token caches, and what they can do to them."""
 
 import io
+import json
+import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +11,11 @@ import pytest
 from arrow_rows import table
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
+from toy import save_tokenizer
 
 from cache.__main__ import main
-from cache.build import BuildProgress
+from cache.build import BuildProgress, build
+from cache.config import RowsConfig
 from cache.disk.store import TokenCache
 from cache.locks import held
 from cache.progress_bar import describe, progress_bar
@@ -44,7 +49,8 @@ def test_inspect_tells_what_a_person_wants_to_know(home: Path, capsys: pytest.Ca
         "6 as uint16, vocabulary 1,000",
         "4 (66.7%) in 2 answers",
         "mean 3, longest 4",
-        "too_short 1",
+        "dropped and noted",
+        "too_short",
         "length histogram",
         "math",
         "what the key is made of",
@@ -85,6 +91,32 @@ def test_list_shows_sizes_and_what_does_not_open(home: Path, capsys: pytest.Capt
     assert "not finished" in out
     assert "in all" in out
     assert run(capsys, "list", "--home", home / "nowhere")[0] == 0
+
+
+def test_list_says_what_a_key_is(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("mine", "other"):
+        (home / "runs" / name).mkdir(parents=True)
+        (home / "runs" / name / "stages.json").write_text(json.dumps({"prepare": {"key": key_in(home)}}))
+    (home / "runs" / "damaged").mkdir()
+    (home / "runs" / "damaged" / "stages.json").write_text("{")
+    _, out, _ = run(capsys, "list", "--home", home)
+    out = "".join(out.split())
+    (source,) = TokenCache.open(home / "tokens" / key_in(home)).manifest.sources
+    assert f"{source};".replace(" ", "") in out
+    assert "usedbymine,other" in out
+    assert datetime.now().strftime("%Y-%m-") in out
+
+
+def test_reasons_are_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": said, "mood": "good"}] * 3 + [{"messages": said[:1]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    config = RowsConfig(source=str(tmp_path / "rows.jsonl"), held_out=0.0, max_dropped=0.5)
+    path = build(config, home=tmp_path, tokenizer=tokenizer, vocabulary=None)
+    _, out, _ = run(capsys, "inspect", path)
+    assert re.search(r"^noted +key of a row that is not read: mood +3$", out, re.MULTILINE)
+    assert re.search(r"^dropped +\w+ +1$", out, re.MULTILINE)
 
 
 def test_remove_asks_first(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
