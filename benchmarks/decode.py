@@ -32,10 +32,10 @@ from dflash.decoding.decode import Context, DecodeLimits, plain  # noqa: E402
 from dflash.decoding.rollback import RowCache  # noqa: E402
 from dflash.decoding.sampling import Sampling, SeededDice  # noqa: E402
 from dflash.evaluation.comparison import compare, facts  # noqa: E402
-from dflash.export.layouts import load_exported  # noqa: E402
 from dflash.model.drafter import Drafter, embed_blocks  # noqa: E402
 from dflash.model.few_rows import decode_with_few_rows  # noqa: E402
 from dflash.model.head import Head  # noqa: E402
+from dflash.model.layouts import load_exported  # noqa: E402
 from dflash.target.frozen import Target, drafter_shape  # noqa: E402
 from dflash.training.initial_drafter import new_drafter  # noqa: E402
 

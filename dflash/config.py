@@ -60,7 +60,12 @@ class DrafterConfig(_Model):
     mask_token_id: int | None = Field(
         None, description="id of the mask token: an existing row of the target's embedding that no text uses"
     )
-    init: Literal["random", "target"] = Field("random", description="where the drafter's layers start from")
+    init: str = Field(
+        "random",
+        description="where the drafter starts from: random, target (its last layers), or a directory with an exported "
+        "drafter, ours or a published one in either layout",
+        min_length=1,
+    )
     kind: Literal["dflash", "dflash2", "dspark"] = Field(
         "dflash",
         description="dflash: slots independent of each other; dflash2: convolutions and a candidate selector; dspark: "

@@ -23,7 +23,11 @@ from cache.locks import held
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, TargetMismatch
 from dflash.export.gguf_drafter import load_gguf_drafter, rounded_drafter
 from dflash.export.gguf_layout import DRAFTER, TARGET, gguf_type, write_gguf_layout
-from dflash.export.layouts import (
+from dflash.export.written_out import probe, written_out
+from dflash.files import checksum, durable_directory
+from dflash.model.drafter import Drafter
+from dflash.model.head import Head
+from dflash.model.layouts import (
     Json,
     TargetFacts,
     check_config,
@@ -33,10 +37,6 @@ from dflash.export.layouts import (
     read_drafter,
     written_dtype,
 )
-from dflash.export.written_out import probe, written_out
-from dflash.files import checksum, durable_directory
-from dflash.model.drafter import Drafter
-from dflash.model.head import Head
 from dflash.run_directory import CONFIG, ProgressFile, RunDirectory
 from dflash.target.frozen import Target, drafter_shape, stop_tokens, text_config
 from dflash.target.identity import refuse_other_target

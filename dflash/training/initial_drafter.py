@@ -1,13 +1,16 @@
-"""Where the drafter's layers start from: at random, or as copies of the target's last layers."""
+"""Where a drafter starts from: at random, as copies of the target's last layers, or as a drafter that was exported."""
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dflash.config import DrafterConfig
 from dflash.errors import ConfigMismatch
+from dflash.files import checksum
 from dflash.model.drafter import Drafter, DrafterShape
+from dflash.model.layouts import load_published
 from dflash.model.part import CONVOLUTIONS, Part
 from dflash.target.frozen import Target, decoder_layers
 from dflash.training import checkpoint
@@ -29,6 +32,9 @@ def first_checkpoint(opened: OpenRun, target: Target, threads: int) -> Checkpoin
             "the drafter's %d ids are %.1f%% of the training answers' tokens", opened.shape.vocabulary, share * 100
         )
         opened.run.record("vocabulary", ids=opened.shape.vocabulary, share_of_supervised_tokens=share)
+    if opened.config.drafter.init not in ("random", "target"):
+        start = Path(opened.config.drafter.init) / "model.safetensors"
+        opened.run.record("drafter", init=str(start), checksum=checksum(start))
     state = State(epoch=0, step=0, steps_total=0, settings=opened.settings(), threads=threads)
     return checkpoint.save(opened.run.checkpoints, state, dict(drafter.state_dict()), {})
 
@@ -63,7 +69,41 @@ def new_drafter(shape: DrafterShape, config: DrafterConfig, target: Target, seed
             part.start(generator)
     if config.init == "target":
         _copy_target(drafter, target)
+    elif config.init != "random":
+        _copy_published(drafter, Path(config.init))
     return drafter
+
+
+@torch.no_grad()
+def _copy_published(drafter: Drafter, directory: Path) -> None:
+    """All tensors of an exported drafter; parts that only the new one has stay as they start, at zero.
+
+    Raises ConfigMismatch where the two differ in more, with the field that would make them alike.
+    """
+    shape, tensors = load_published(directory)
+    own = drafter.shape
+    wanted = {
+        "drafter.layers": (shape.num_layers, own.num_layers),
+        "drafter.taps": (list(shape.taps), list(own.taps)),
+        "drafter.mask_token_id": (shape.mask_token_id, own.mask_token_id),
+        "hidden size of the target": (shape.hidden_size, own.hidden_size),
+        "vocabulary of the target": (shape.vocab_size, own.vocab_size),
+    }
+    for name, (theirs, ours) in wanted.items():
+        if theirs != ours:
+            raise ConfigMismatch(f"drafter.init={directory} has {name} {theirs}, this run {ours}; expected the same.")
+    state = drafter.state_dict()
+    if extra := sorted(tensors.keys() - state.keys()):
+        raise ConfigMismatch(
+            f"drafter.init={directory} is of kind {shape.kind} and has {extra[0]}, which this drafter has not. Set "
+            f"drafter.kind={shape.kind} and, for its tables, drafter.tables=free and drafter.rank={shape.rank}."
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != state[name].shape:
+            raise ConfigMismatch(
+                f"drafter.init={directory}: {name} is {tuple(tensor.shape)}, expected {tuple(state[name].shape)}."
+            )
+        state[name].copy_(tensor)
 
 
 def _refuse_bent_logits(shape: DrafterShape, target: Target) -> None:

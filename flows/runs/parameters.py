@@ -50,9 +50,13 @@ class Parameters(RunConfig):
         export = self.export
         if export.path is not None:
             export = export.model_copy(update={"path": str(resolve_path(export.path, home))})
+        drafter = self.drafter
+        if drafter.init not in ("random", "target"):
+            drafter = drafter.model_copy(update={"init": str(resolve_path(drafter.init, home))})
         return self.model_copy(
             update={
                 "home": str(home),
+                "drafter": drafter,
                 "rows": resolve_rows(self.rows, home),
                 "target": resolve_target(self.target, home),
                 "export": export,

@@ -24,9 +24,9 @@ from dflash.export.export import (
     target_facts,
     write_layout,
 )
-from dflash.export.layouts import layout_config, load_exported
 from dflash.export.written_out import probe
 from dflash.model.head import Head
+from dflash.model.layouts import layout_config, load_exported
 from dflash.training import checkpoint
 from dflash.training.checkpoint import State
 

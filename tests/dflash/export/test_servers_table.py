@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from decoding_toys import toy
 
-from dflash.export.layouts import TargetFacts, layout_config
+from dflash.model.layouts import TargetFacts, layout_config
 
 DOCS = Path(__file__).parents[3] / "docs" / "export.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| ([dsl, ]+) \| (.*?) \|", re.MULTILINE)

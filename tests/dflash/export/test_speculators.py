@@ -15,8 +15,8 @@ from decoding_toys import MASK, prompts, toy
 from safetensors.torch import load_file
 
 from dflash.export.export import target_facts, write_layout
-from dflash.export.layouts import layout_config
 from dflash.model.drafter import embed_blocks
+from dflash.model.layouts import layout_config
 
 BENCH = Path(__file__).parents[3] / ".bench"
 LIBRARY = next((p for p in (BENCH / "speculators", BENCH) if (p / "speculators" / "__init__.py").is_file()), None)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from dflash.decoding.decode import draft_logits
 from dflash.errors import CheckpointCorrupt
 from dflash.export.export import gate, target_facts, write_layout
-from dflash.export.layouts import Layout, layout_config, load_exported, read_drafter
 from dflash.export.written_out import probe, written_out
 from dflash.model.drafter_loss import slot_logits
+from dflash.model.layouts import Layout, layout_config, load_exported, read_drafter
 
 NAMES = {
     "dflash2": {

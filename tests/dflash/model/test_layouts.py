@@ -11,8 +11,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash.errors import CheckpointCorrupt, ConfigMismatch, DflashError
-from dflash.export.layouts import Layout, TargetFacts, check_config, layout_config, read_config, read_drafter
 from dflash.model.drafter import DrafterShape
+from dflash.model.layouts import Layout, TargetFacts, check_config, layout_config, read_config, read_drafter
 
 FACTS = TargetFacts("some/target", ["LlamaForCausalLM"], 0, [2, 5], "float32")
 LAYOUTS: list[Layout] = ["dflash", "speculators"]

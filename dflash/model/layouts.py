@@ -1,4 +1,4 @@
-"""The two layouts that servers load, as config.json: written from a drafter's shape, read back, and checked key by key.
+"""The two layouts in which drafters are published: config.json from a drafter's shape, read back, checked key by key.
 
     dflash        config keys of the public checkpoints; the tap of layer i is written i
     speculators   config of the library of that name; the same tap is written i + 1
@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash.errors import CheckpointCorrupt, ConfigMismatch
-from dflash.export.part_fields import ARCHITECTURES, part_fields, read_parts, read_sliding, sliding_fields
 from dflash.model.drafter import Drafter, DrafterShape
+from dflash.model.part_fields import ARCHITECTURES, part_fields, read_parts, read_sliding, sliding_fields
 
 Layout = Literal["dflash", "speculators"]
+_OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Json = dict[str, Any]
 
@@ -202,6 +204,33 @@ def read_drafter(value: Json, tensors: dict[str, Tensor]) -> Drafter:
     drafter = Drafter(shape)
     drafter.load_state_dict(tensors)
     return drafter.eval()
+
+
+def load_published(directory: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
+    """Shape and tensors of anybody's drafter in either layout, in float32, the target's embedding and head left out.
+
+    Raises ConfigMismatch for a directory or config.json that is none, CheckpointCorrupt where the tensors are others
+    than the config means.
+    """
+    try:
+        value = json.loads((directory / "config.json").read_text())
+        tensors = load_file(directory / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigMismatch(
+            f"drafter.init={directory}: {error}. Name random, target, or a directory with config.json and "
+            "model.safetensors of a drafter, such as RUN/export/dflash."
+        ) from error
+    shape = read_config(value)
+    with torch.device("meta"):
+        expected = Drafter(shape).state_dict()
+    tensors = {name: tensor.float() for name, tensor in tensors.items() if name not in _OF_THE_TARGET}
+    wrong = [name for name in expected.keys() & tensors.keys() if expected[name].shape != tensors[name].shape]
+    if expected.keys() != tensors.keys() or wrong:
+        raise CheckpointCorrupt(
+            f"drafter.init={directory}: missing {sorted(expected.keys() - tensors.keys())[:3]}, unexpected "
+            f"{sorted(tensors.keys() - expected.keys())[:3]}, of another shape than config.json means {wrong[:3]}."
+        )
+    return shape, tensors
 
 
 def check_tensors(shape: DrafterShape, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
