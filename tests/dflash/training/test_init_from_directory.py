@@ -15,9 +15,11 @@ from dflash.errors import CheckpointCorrupt, ConfigMismatch
 from dflash.export.export import target_facts, write_layout
 from dflash.export.written_out import written_out
 from dflash.model.drafter import Drafter
-from dflash.model.layouts import Layout, layout_config
+from dflash.model.layouts import Layout, TargetFacts, layout_config
 from dflash.target.frozen import drafter_shape
-from dflash.training.initial_drafter import new_drafter
+from dflash.training import checkpoint
+from dflash.training.initial_drafter import load_drafter, new_drafter
+from dflash.training.open_run import open_run
 
 WINDOWS: dict[str, Any] = {"sliding_window": 5, "sliding_layers": [1]}
 
@@ -94,16 +96,19 @@ def test_what_does_not_fit_is_refused_by_its_field(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_where_it_started_from(make_run: Any, tokens: Path) -> None:
-    first = make_run("first")
+    first = make_run("first", epochs=1)
     tiny.run(["train", first, "--tokens", tokens], first / "log")
-    tiny.run(["export", first], first / "log")
-    next_one = make_run(
-        "next", epochs=1, drafter={"init": str(first / "export" / "dflash"), "kind": "dspark", "rank": 4}
-    )
+    shape, newest = open_run(first, tokens).shape, checkpoint.best(first / "checkpoints")
+    assert newest is not None
+    (first / "export").mkdir()
+    config = layout_config("dflash", shape, TargetFacts("t", [], None, None, "float32"))
+    write_layout(first / "export", load_drafter(shape, newest), config)
+    settings = {"init": str(first / "export"), "kind": "dspark", "rank": 4}
+    next_one = make_run("next", epochs=1, drafter=settings)
     tiny.run(["train", next_one, "--tokens", tokens], next_one / "log")
     history = [json.loads(line) for line in (next_one / "history.jsonl").read_text().splitlines()]
     (start,) = [line for line in history if line["event"] == "drafter"]
-    assert start["init"] == str(first / "export" / "dflash" / "model.safetensors")
+    assert start["init"] == str(first / "export" / "model.safetensors")
     assert len(start["checksum"]) == 32
     before = load_file(next_one / "checkpoints" / "epoch-000-step-000000" / "drafter.safetensors")
     after = tiny.weights(first)
