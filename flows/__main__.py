@@ -32,6 +32,7 @@ COMMANDS = {
     "ls": ("look.ls", "lists the runs: epoch, loss, tau, who is at work"),
     "status": ("look.status", "says how one run stands: stages, time left, checkpoint, warnings"),
     "logs": ("look.logs", "shows what the stages of a run printed; -f goes on"),
+    "compare": ("compare.main", "sets two runs side by side, as tables and as a page with curves"),
     "resume": ("run_here.resume", "goes on with a run as it was started; nothing is typed again"),
     "init": ("own_file.init", "writes a file of all fields for a target and rows of your own"),
     "schema": ("own_file.schema", "prints the JSON schema of such a file, for editors"),

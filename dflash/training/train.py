@@ -205,7 +205,9 @@ class _Run:
         log.info("τ %.3f ± %.3f on held-out rows after %d steps", tau.value, tau.standard_error, self.state.steps_total)
         name = checkpoint.name_of(self.state)
         if self.ranks.leads:
-            self.opened.run.record("tau", checkpoint=name, value=tau.value, se=tau.standard_error)
+            self.opened.run.record(
+                "tau", checkpoint=name, steps=self.state.steps_total, value=tau.value, se=tau.standard_error
+            )
             self.curves.add(self.state.steps_total, {"tau": tau.value})
         if math.isfinite(tau.value) and (self.state.best is None or tau.value >= self.state.best["tau"]):
             self.state = replace(self.state, best={"tau": tau.value, "checkpoint": name})
