@@ -7,28 +7,18 @@ attention, which skips what no slot of a tile sees. One block a row, as in decod
 whole mask has S + K columns, and nothing has to be compiled.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from dflash.model.flex import FlexMask, Window, flex_block_attention, flex_mask
 
 # Slots that share one softmax. More: fewer calls, but each pays for blocks and context that it may not see.
 _GROUP_SLOTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What a sliding layer sees: keys fewer than `size` positions away; `causal`: in a block no later slot."""
-
-    size: int
-    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +39,7 @@ class AttentionPlan:
     """Who sees what in one micro-batch: made once, used by every layer."""
 
     groups: tuple[tuple[Group, ...], ...]  # by row; on CUDA empty
-    mask: Any  # on CUDA flex attention's, or a tensor of the columns that are seen
+    mask: FlexMask | Tensor | None  # on CUDA flex attention's, or a tensor of the columns that are seen
 
 
 def attention_plan(
@@ -59,8 +49,7 @@ def attention_plan(
     if anchor.is_cuda and anchor.shape[1] == 1:
         return one_block_plan(anchor, context, block_size, window)
     if anchor.is_cuda:
-        rule, shape = flex_mask(anchor, context, block_size, window)
-        return AttentionPlan((), _compiled(create_block_mask)(rule, **shape))
+        return AttentionPlan((), flex_mask(anchor, context, block_size, window))
     step = max(1, _GROUP_SLOTS // block_size)
     rows = []
     for positions in anchor.tolist():
@@ -96,11 +85,10 @@ def block_attention(
     query, context_key, context_value, block_key, block_value = (
         t.to(dtype) for t in (query, context_key, context_value, block_key, block_value)
     )
+    if isinstance(plan.mask, FlexMask):
+        return flex_block_attention(query, context_key, context_value, block_key, block_value, plan.mask)
     if plan.mask is not None:
-        attend = partial(_compiled(flex_attention), block_mask=plan.mask)
-        if isinstance(plan.mask, Tensor):
-            attend = partial(F.scaled_dot_product_attention, attn_mask=plan.mask)
-        return masked_block_attention(query, context_key, context_value, block_key, block_value, attend)
+        return _masked(query, context_key, context_value, block_key, block_value, plan.mask)
     out: Tensor = _Grouped.apply(query, context_key, context_value, block_key, block_value, plan)  # type: ignore[no-untyped-call]
     return out
 
@@ -124,47 +112,20 @@ def _near(distance: Tensor, window: Window) -> Tensor:
     return (distance < window.size) & (distance >= 0 if window.causal else -distance < window.size)
 
 
-def flex_mask(
-    anchor: Int[Tensor, "B A"], context: int, block_size: int, window: Window | None = None
-) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """The mask as flex attention's `create_block_mask` takes it: a rule, and over how many rows and columns."""
-
-    def rule(b: Tensor, h: Tensor, slot: Tensor, column: Tensor) -> Tensor:
-        block = slot // block_size
-        before = (column < context) & (column < anchor[b, block])
-        seen = before | ((column >= context) & ((column - context) // block_size == block))
-        if window is None:
-            return seen
-        # A column that is seen lies in the context, or in the slot's own block.
-        start = anchor[b, block]
-        position = torch.where(column < context, column, start + (column - context) % block_size)
-        return seen & _near(start + slot % block_size - position, window)
-
-    slots = anchor.shape[1] * block_size
-    shape = {"B": anchor.shape[0], "H": None, "Q_LEN": slots, "KV_LEN": context + slots, "device": anchor.device}
-    return rule, shape
-
-
-def masked_block_attention(
+def _masked(
     query: Tensor,
     context_key: Tensor,
     context_value: Tensor,
     block_key: Tensor,
     block_value: Tensor,
-    attend: Callable[..., Tensor],
+    mask: Bool[Tensor, "B 1 slots columns"],
 ) -> Tensor:
-    """`block_attention` by `attend`: flex attention with the block mask of `flex_mask`, or SDPA with a whole mask."""
+    """`block_attention` with the whole mask."""
     key = torch.cat([context_key, block_key.flatten(1, 2)], dim=1).transpose(1, 2)
     value = torch.cat([context_value, block_value.flatten(1, 2)], dim=1).transpose(1, 2)
-    slots = query.flatten(1, 2).transpose(1, 2)
-    out = attend(slots, key, value, enable_gqa=query.shape[3] != block_key.shape[3])
+    slots, gqa = query.flatten(1, 2).transpose(1, 2), query.shape[3] != block_key.shape[3]
+    out = F.scaled_dot_product_attention(slots, key, value, attn_mask=mask, enable_gqa=gqa)
     return out.transpose(1, 2).reshape(query.shape)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return compiled
 
 
 def _group(start: int, positions: list[int], block_size: int, window: Window | None) -> Group:

@@ -15,8 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash.model.attention import AttentionPlan, Window, attention_plan, block_attention
+from dflash.model.attention import AttentionPlan, attention_plan, block_attention
 from dflash.model.convolution import Convolution
+from dflash.model.flex import Window
 from dflash.model.kinds import KINDS
 from dflash.model.lean import LeanNorm, autocast_dtype, swiglu
 from dflash.model.look_back import LookBack

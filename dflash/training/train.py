@@ -15,6 +15,7 @@ from dflash.distributed import Ranks, joined
 from dflash.errors import CheckpointCorrupt, StageFailed
 from dflash.files import checksum
 from dflash.interrupt import Interrupted, stop_signals
+from dflash.model.flex import num_compiles
 from dflash.pipeline.pipeline import Pipeline
 from dflash.pipeline.telemetry import bottleneck
 from dflash.run_directory import CONFIG, ProgressFile
@@ -262,7 +263,7 @@ class _Run:
         sentence = bottleneck(stages, shared=self.pipeline.shares_device, reuse=self.features is not None)
         if self.ranks.leads:
             facts = {"stages": stages, "queues": self.pipeline.queues(), "bottleneck": sentence}
-            facts["gpu_memory_bytes"] = gpu_memory()
+            facts |= {"gpu_memory_bytes": gpu_memory(), "compiles": num_compiles()}
             line = write_line(self.opened.run, window, report, seconds, facts)
             self.curves.add(self.state.steps_total + 1, of_line(line))
             speed = window.tokens / seconds if seconds else 0.0

@@ -1,25 +1,19 @@
 """Block attention against loops, forward and backward; the rule for CUDA against the same mask."""
 
-from functools import partial
-
 import drafter_reference as reference
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import dflash.model.attention
 from dflash.model.attention import (
-    Window,
     attention_plan,
     block_attention,
-    flex_mask,
-    masked_block_attention,
     one_block_plan,
-    visible,
 )
+from dflash.model.flex import Window
 
 
 @st.composite
@@ -85,25 +79,6 @@ def test_autocast_computes_in_its_dtype() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(problems())
-def test_rule_for_cuda_is_the_same_mask(problem: tuple[list[Tensor], Tensor]) -> None:
-    tensors, anchor = problem
-    context, slots = tensors[1].shape[1], tensors[0].shape[2]
-    rule, shape = flex_mask(anchor, context, slots)
-    for row, positions in zip(create_mask(rule, **shape)[:, 0], anchor, strict=True):
-        assert torch.equal(row, visible(positions, context, slots))
-
-
-def test_flex_attention_equals_loops() -> None:
-    tensors = [t.detach() for t in make(2, 9, 3, 4, 2, 2)]
-    anchor = torch.tensor([[0, 4, 9], [1, 1, 7]])
-    rule, shape = flex_mask(anchor, 9, 4)
-    block_mask = create_block_mask(rule, **shape)
-    out = masked_block_attention(*tensors, partial(flex_attention, block_mask=block_mask))
-    torch.testing.assert_close(out, reference.attention(*tensors, anchor), rtol=0, atol=1e-12)
-
-
-@settings(max_examples=20, deadline=None)
-@given(problems())
 def test_one_block_a_row_equals_loops(problem: tuple[list[Tensor], Tensor]) -> None:
     (query, key, value, block_key, block_value), anchor = problem
     tensors = [query[:, :1], key, value, block_key[:, :1], block_value[:, :1]]
@@ -139,7 +114,3 @@ def test_a_window_hides_what_is_too_far_on_every_path(size: int, causal: bool) -
         alone = [tensors[0][:, block : block + 1], *tensors[1:3], *(t[:, block : block + 1] for t in tensors[3:])]
         one = block_attention(*alone, one_block_plan(anchor[:, block : block + 1], 9, 4, window))
         torch.testing.assert_close(one[:, 0], expected[:, block], rtol=0, atol=1e-12)
-    rule, shape = flex_mask(anchor, 9, 4, window)
-    mask = create_mask(rule, shape["B"], 1, shape["Q_LEN"], shape["KV_LEN"], device="cpu")
-    for b in range(2):
-        assert torch.equal(mask[b, 0], visible(anchor[b], 9, 4, window))
