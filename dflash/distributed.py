@@ -7,7 +7,7 @@ them. The first one (the leader) writes.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -20,7 +20,8 @@ from dflash.interrupt import Interrupted
 T = TypeVar("T")
 
 HANG_S = 900.0  # a process none of whose stages has finished an item for so long ends itself (pipeline/watchdog.py)
-_TIMEOUT = timedelta(seconds=60)  # of a step's sums: a machine that is lost never holds up the others for longer
+# Of a step's sums: longer than a compiler or a disk holds up one process, and a lost machine holds up the others.
+_TIMEOUT = timedelta(seconds=600)
 # Of `wait` and `gather`, where one process may have more to do than another: loading, evaluating, a slow disk. One that
 # hangs has ended itself before, and one that dies is seen at once, by its closed connection.
 _PATIENCE = timedelta(seconds=HANG_S + 300)
@@ -34,33 +35,47 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    patient: dist.ProcessGroup | None = None  # all of them, over gloo
+    sums: dist.ProcessGroup | None = None  # all of them, over what their devices speak; None: gloo, as all else
 
     @property
     def leads(self) -> bool:
         """Whether this is the process that writes."""
         return self.rank == 0
 
+    def summing_on(self, device: torch.device) -> "Ranks":
+        """These processes, whose steps are summed on `device` from now on; all of them call it."""
+        if self.size == 1:
+            return self
+        kind = backend(device)
+        # Bound to its device, NCCL connects here, and not in the first step, and never guesses the device from a rank.
+        bound = device if kind == "nccl" else None
+        return replace(self, sums=dist.new_group(timeout=_TIMEOUT, backend=kind, device_id=bound))
+
     def add(self, *tensors: Tensor) -> None:
         """Replace each tensor by its sum over all processes."""
         if self.size > 1:
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self.sums)
 
     def wait(self) -> None:
         """Return when all processes are here, however long one of them works."""
         if self.size > 1:
-            dist.barrier(self.patient)
+            dist.barrier()
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, by rank; waits like `wait`."""
         values = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value, self.patient)
+            dist.all_gather_object(values, value)
         return values
 
 
 ALONE = Ranks()
+
+
+def backend(device: torch.device) -> str:
+    """What sums tensors on `device`: a run on the CPU of a machine with GPUs is summed by gloo."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 @contextmanager
@@ -72,12 +87,11 @@ def joined() -> Iterator[Ranks]:
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
-    # The device of what is summed chooses: a run on the CPU of a machine with GPUs is summed by gloo.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    dist.init_process_group("gloo", timeout=_PATIENCE)
     # A process that fails keeps its connections until it is gone, and so until it has said why: their end is what the
     # others fail with.
     try:
-        yield Ranks(rank, size, local_rank, local_size, dist.new_group(backend="gloo", timeout=_PATIENCE))
+        yield Ranks(rank, size, local_rank, local_size)
     except Interrupted:  # by all of them, at one step
         dist.destroy_process_group()
         raise

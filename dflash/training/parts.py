@@ -26,6 +26,7 @@ from dflash.training.open_run import OpenRun
 from dflash.training.room import fit_room
 from dflash.training.stage_seconds import decide
 from dflash.training.step import Trainer
+from dflash.training.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def make_parts(opened: OpenRun, resumed: Checkpoint | None, ranks: Ranks, stop_a
     torch.set_num_threads(threads)
     devices = place(opened.config.target, ranks)
     devices.enter()
+    ranks = ranks.summing_on(devices.drafter)
     log.info("loading the target %s", opened.config.target.model)
     target = opened.load_target(devices.targets[0])
     start = resumed or _first(opened, target, threads, ranks)
@@ -64,6 +66,8 @@ def make_parts(opened: OpenRun, resumed: Checkpoint | None, ranks: Ranks, stop_a
         facts = {"slot_bytes": measured.slot, "token_bytes": measured.token} if measured else {}
         opened.run.record("room", pass_slots=room.slots, pass_tokens=room.tokens, **facts)
     log.info("a pass has at most %d slots and %d tokens", room.slots, room.tokens)
+    if devices.drafter.type == "cuda":  # nothing is compiled on a CPU
+        warm_up(plan, target, trainer, evaluates=opened.config.training.evaluate_every_steps is not None)
     devices = _decided(opened, devices, plan, target, trainer, start.state, ranks)
     targets = [target, *(opened.load_target(replica) for replica in devices.targets[1:])]
     features = open_features(opened, ranks) if opened.config.training.features == "reuse" else None

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cache.batches.gather import Buffers
 from cache.batches.passes import PassRoom
-from dflash.batch import FeatureBatch
+from dflash.batch import FeatureBatch, Position
 from dflash.host import free_bytes
 from dflash.model.drafter import DrafterShape, Recompute
 from dflash.pipeline.device import Lane, Stopwatch, receive
@@ -120,13 +120,7 @@ def _measured(plan: TrainPlan, target: Target, trainer: Trainer) -> PassBytes | 
     rows = largest_pass(plan)
     if rows is None:
         return None
-    position = next(iter(plan.passes(0, 0, 1)))[0]
-    lane = Lane(target.devices, trainer.device)
-    batch = plan.make_batch(
-        position, rows, Buffers(max(plan.buffer_tokens, rows.size * int(plan.row_tokens[rows].max())))
-    )
-    item = lane.carry(batch, target.features, Stopwatch(target.devices[-1]), lambda: None)
-    receive(item, trainer.device)
+    item = features_of(plan, target, trainer, rows)
     whole = _kept(trainer, item)
     half = _with_half_of_the_anchors(item)
     if half is None:
@@ -134,6 +128,16 @@ def _measured(plan: TrainPlan, target: Target, trainer: Trainer) -> PassBytes | 
     less = _kept(trainer, half)
     slot = max(0.0, (whole - less) / (item.batch.padded_slots - half.batch.padded_slots))
     return PassBytes(slot, max(0.0, whole - slot * item.batch.padded_slots) / item.batch.padded)
+
+
+def features_of(plan: TrainPlan, target: Target, trainer: Trainer, rows: ndarray) -> FeatureBatch:
+    """A pass of these rows, on the trainer's device."""
+    lane = Lane(target.devices, trainer.device)
+    buffers = Buffers(max(plan.buffer_tokens, rows.size * int(plan.row_tokens[rows].max())))
+    batch = plan.make_batch(Position(0, 0, 0), rows, buffers)
+    item = lane.carry(batch, target.features, Stopwatch(target.devices[-1]), lambda: None)
+    receive(item, trainer.device)
+    return item
 
 
 def _with_half_of_the_anchors(item: FeatureBatch) -> FeatureBatch | None:

@@ -29,6 +29,7 @@ from dflash.training.monitor import Monitor
 from dflash.training.open_run import OpenRun, changed_settings, open_run, refuse_changed
 from dflash.training.parts import make_parts
 from dflash.training.provenance import gpu_memory, provenance
+from dflash.training.replicas import compare_replicas
 from dflash.training.time_left import TimeLeft
 from dflash.training.train_result import result
 from dflash.training.until import NO_LIMIT, Until
@@ -153,7 +154,7 @@ class _Run:
         log.info("training from %s", at)
         self.progress = ProgressFile(run, "train", self.total, "steps", start.steps_total) if self.ranks.leads else None
         self.left = TimeLeft(self.total, self.plan.steps(0), start.steps_total, reuse=self.features is not None)
-        self.ranks.wait()  # a step's sums do not wait for one that is still loading
+        self._compare()  # and wait: a step's sums do not wait for one that is still loading
         self.lined = self.stepped = self.saved = time.monotonic()
         try:
             self.pipeline.run(start.epoch, start.step, self.end, self._on_step)
@@ -189,6 +190,8 @@ class _Run:
         self._settle(0 if due or overdue or done % training.log_every_steps == 0 else 1)
         if evaluated:
             self._evaluate()
+        if due:
+            self._compare()
         if due or overdue:
             self._save()
         if due:  # the leader may have waited for a slow disk: longer than a step's sums would wait for it
@@ -198,6 +201,9 @@ class _Run:
         agreed = self.stop_step is not None and self.stop_step < done
         self.stop = agreed or (self.ranks.size == 1 and self._stop_asked())
         return not self.stop
+
+    def _compare(self) -> None:
+        compare_replicas(self.ranks, self.trainer.parameters.values(), self.state.steps_total)
 
     def _evaluate(self) -> None:
         """Measure τ; the checkpoint that is written next may be the best one."""

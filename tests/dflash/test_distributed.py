@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 import dflash.training.step
 from cache.disk.store import TokenCache
-from dflash.distributed import joined
+from dflash.distributed import Ranks, joined
 from dflash.model.loss import BlockLoss
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -137,6 +137,43 @@ def test_all_processes_start_from_the_leaders_checkpoint(tmp_path: Path) -> None
     assert all("unequal checkpoints epoch-000-step-000003" in said for said in on_ranks(2, agreed_start, unequal))
 
 
+def test_what_sums_is_what_the_drafters_device_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a run on the CPU of a machine with GPUs; NCCL is bound to its device, which is not that of the rank."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: asked.append(options))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("cpu", "cuda:3"):
+        Ranks(rank=0, size=2).summing_on(torch.device(device))
+    assert [(one["backend"], one["device_id"]) for one in asked] == [("gloo", None), ("nccl", torch.device("cuda:3"))]
+    assert all(one["timeout"] >= timedelta(minutes=5) for one in asked), "a compile or a slow disk is no failure"
+    assert Ranks().summing_on(torch.device("cuda:0")) == Ranks(), "one process sums nothing"
+
+
+def a_flipped_bit() -> None:
+    """One weight of the second process changes by a bit after the second step."""
+    from dflash.training.step import Trainer
+
+    step = Trainer.step
+
+    def flipped(self: Trainer, at: Any) -> Any:
+        pending = step(self, at)
+        if os.environ["RANK"] == "1" and (at.epoch, at.step) == (0, 2):
+            next(iter(self.parameters.values())).data.view(torch.int32).flatten()[7] ^= 1
+        return pending
+
+    Trainer.step = flipped  # type: ignore[method-assign]
+
+
+def test_replicas_that_part_end_the_run_before_a_checkpoint(make_run: Callable[..., Path], tokens: Path) -> None:
+    run = make_run("parted", **SETTINGS)
+    assert [command.wait() for command in start_ranks(run, tokens, 2, a_flipped_bit)] == [1, 1]
+    error = json.loads((run / "error-train.json").read_text())
+    assert error["type"] == "StageFailed"
+    assert "process 1: step 3, sum" in error["message"]
+    assert "process 0" not in error["message"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("epoch*"))[-1] == "epoch-000-step-000002"
+
+
 def start_ranks(
     run: Path, tokens: Path, size: int, before: Callable[[], None] | None = None, command: str = "train"
 ) -> list[tiny.Command]:
@@ -191,7 +228,7 @@ def test_a_killed_rank_ends_the_other_and_one_goes_on_alone(
 
 
 def short_timeout() -> None:
-    """A step's sums wait for 8 s instead of a minute; steps are slow."""
+    """A step's sums wait for 8 s instead of ten minutes; steps are slow."""
     from dflash import distributed as ranks
 
     ranks._TIMEOUT = timedelta(seconds=8)
@@ -240,15 +277,13 @@ def test_a_signal_to_one_rank_stops_both_at_one_step(make_run: Callable[..., Pat
 
 def slow_evaluation_and_disk() -> None:
     """The second process evaluates, and the first writes, for longer than a step's sums may take."""
-    import torch.distributed as dist
-
+    import dflash.distributed
     from dflash.training import checkpoint
     from dflash.training.monitor import Monitor
 
     tau, save = Monitor.tau, checkpoint.save
 
     def slow_tau(self: Monitor, drafter: Any) -> Any:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
         if os.environ["RANK"] == "1":
             time.sleep(4)
         return tau(self, drafter)
@@ -258,6 +293,7 @@ def slow_evaluation_and_disk() -> None:
             time.sleep(4)
         return save(directory, state, *tensors)
 
+    dflash.distributed._TIMEOUT = timedelta(seconds=2)
     Monitor.tau, checkpoint.save = slow_tau, slow_save  # type: ignore[method-assign]
 
 
