@@ -26,6 +26,7 @@ TimeOfDay = Annotated[
     BeforeValidator(_as_typed),
     AfterValidator(_known_zone),
 ]
+GRACE_S = 25.0  # Prefect's worker kills what it cancels after 30
 GgufType = Literal["float16", "bfloat16", "float32", "q8_0"]
 
 
@@ -163,6 +164,12 @@ class TrainingConfig(_Model):
         ge=1,
     )
     log_every_steps: int = Field(10, description="steps between lines of metrics.jsonl", ge=1)
+    grace_s: float = Field(
+        GRACE_S,
+        description="seconds that a training has after a signal to finish its step and write a checkpoint before it is "
+        "killed; a run that Prefect's worker cancels has 30 in all",
+        gt=0,
+    )
     keep: int = Field(3, description="newest checkpoints kept, beside the first and the best", ge=1)
 
 
@@ -179,6 +186,7 @@ NOT_LEARNED = (
     "checkpoint_every_s",
     "evaluate_every_steps",
     "log_every_steps",
+    "grace_s",
     "keep",
 )
 

@@ -113,7 +113,7 @@ def train_drafter(parameters: Parameters, tokens: Path, limits: Limits, override
         plan = check_run(run, tokens, config)
         arguments = ["train", str(run), "--tokens", str(tokens), "--config", config, *limits.arguments()]
         arguments += ["--override"] if override else []
-        watch_stage("train", arguments, run, plan["processes"])
+        watch_stage("train", arguments, run, plan["processes"], parameters.training.grace_s)
     trained = read_json(run / "train.json")
     assert trained is not None, "a training that succeeded leaves train.json"
     return trained

@@ -1,7 +1,7 @@
 """Starts and watches `python -m dflash`, one process or several: signals in, progress and typed errors out.
 
 The process has a session of its own, so that a signal to the flow's process group does not cut a step in two: the
-first SIGINT or SIGTERM is handed on, and the process then has 25 s (Prefect kills after 30) to finish its step and
+first SIGINT or SIGTERM is handed on, and the process then has some seconds (`training.grace_s`) to finish its step and
 write a checkpoint. If the flow's process dies hard, the kernel kills the child (PR_SET_PDEATHSIG).
 """
 
@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from cache.plain_errors import HOPELESS_ERRNOS
+from dflash.config import GRACE_S
 from dflash.run_directory import report_name
 from flows.errors import StageError, StageKilled, StageRefused, StageStopped
 from flows.runs.parameters import repository
@@ -28,7 +30,6 @@ from flows.show.progress import StageProgress
 logger = logging.getLogger("flows.stage.process")
 
 PROGRAM = (sys.executable, "-m", "dflash")
-STOP_TIMEOUT_S = 25.0
 WATCH_EVERY_S = 0.5
 STOPPED_CLEANLY = 75
 REFUSED = 2
@@ -51,6 +52,7 @@ def run_stage(
     directory: Path,
     on_progress: Callable[[StageProgress], None],
     processes: int = 1,
+    grace_s: float = GRACE_S,
 ) -> None:
     """Runs `python -m dflash ARGUMENTS` to its end; `directory` is where it writes progress-STAGE.json and
     error-STAGE.json.
@@ -60,19 +62,27 @@ def run_stage(
     Returns when it succeeded. Raises the error it failed with, as the same type. When this process was told to stop,
     the child is told too, and the signal then takes its usual effect here.
     """
-    program = PROGRAM if processes == 1 else torchrun(processes)
-    run_command(stage, [*program, *arguments], directory, on_progress)
+    program = PROGRAM if processes == 1 else torchrun(processes, grace_s)
+    run_command(stage, [*program, *arguments], directory, on_progress, grace_s)
 
 
-def torchrun(processes: int) -> Sequence[str]:
-    """`torchrun` on this machine only; it restarts nothing, because the task that called does."""
+def torchrun(processes: int, grace_s: float) -> Sequence[str]:
+    """`torchrun` on this machine only; it restarts nothing, because the task that called does.
+
+    It would kill its processes by itself; with a longer patience than ours, ours decides.
+    """
     python, *program = PROGRAM
-    flags = ("--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "--max-restarts=0")
+    flags = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "--max-restarts=0"]
+    flags.append(f"--shutdown-timeout={math.ceil(grace_s) + 5}")
     return (python, "-m", "torch.distributed.run", *flags, *program)
 
 
 def run_command(
-    stage: str, command: Sequence[str], directory: Path, on_progress: Callable[[StageProgress], None]
+    stage: str,
+    command: Sequence[str],
+    directory: Path,
+    on_progress: Callable[[StageProgress], None],
+    grace_s: float = GRACE_S,
 ) -> None:
     # PR_SET_PDEATHSIG fires when the *thread* that started the child ends, and Python handles signals in this one only.
     assert threading.current_thread() is threading.main_thread(), "stages are started from the main thread"
@@ -90,7 +100,7 @@ def run_command(
             cwd=repository(),
         )
         try:
-            code = _watch(stage, child, stop, directory, on_progress)
+            code = _watch(stage, child, stop, directory, on_progress, grace_s)
         finally:
             _kill_group(child)
     if stop.received is not None:
@@ -110,6 +120,7 @@ def _watch(
     stop: "_StopSignals",
     directory: Path,
     on_progress: Callable[[StageProgress], None],
+    grace_s: float,
 ) -> int:
     deadline: float | None = None
     while True:
@@ -119,13 +130,11 @@ def _watch(
             return code
         _show(stage, directory, on_progress)
         if stop.received is not None and deadline is None:
-            logger.warning("%s: stopping after this step, then a checkpoint; at most %.0f s.", stage, STOP_TIMEOUT_S)
-            deadline = time.monotonic() + STOP_TIMEOUT_S
+            logger.warning("%s: stopping after this step, then a checkpoint; at most %.0f s.", stage, grace_s)
+            deadline = time.monotonic() + grace_s
             child.send_signal(signal.SIGTERM)
         if deadline is not None and time.monotonic() > deadline:
-            logger.error(
-                "%s did not stop within %.0f s and is killed; the last checkpoint counts.", stage, STOP_TIMEOUT_S
-            )
+            logger.error("%s did not stop within %.0f s and is killed; the last checkpoint counts.", stage, grace_s)
             _kill_group(child)
 
 

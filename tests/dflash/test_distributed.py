@@ -207,7 +207,9 @@ def difference(left: Path, right: Path, name: str) -> float:
 def test_two_processes_train_the_run_of_one(make_run: Callable[..., Path], tokens: Path, alone: Path) -> None:
     run = make_run("two", **SETTINGS)
     assert [command.wait() for command in start_ranks(run, tokens, 2)] == [0, 0]
-    assert difference(run, alone, "epoch-000-step-000002") <= 1e-6  # the first step has rate 0
+    # AdamW's first step is lr·g/(|g| + ε). Sums in another order round g by about 1e-11, a thousandth of ε = 1e-8, so a
+    # weight whose gradient is as small moves by up to lr/1000 = 5e-6 otherwise; twice that is allowed.
+    assert difference(run, alone, "epoch-000-step-000001") <= 1e-5
     assert difference(run, alone, "epoch-002-step-000000") <= 1e-4
     both = [[json.loads(line) for line in (r / "metrics.jsonl").read_text().splitlines()] for r in (run, alone)]
     assert [line["tokens"] for line in both[0]] == [line["tokens"] for line in both[1]], "every row once"

@@ -103,7 +103,7 @@ def test_the_schedule_counts_optimizer_steps() -> None:
         for _ in range(4):
             trainer.accumulate(rows(1))
         rates.append(trainer.step(at(step, of=25)).report().lr)
-    assert rates[10] == pytest.approx(0.5 * (1 + torch.cos(torch.tensor(torch.pi * 10 / 25)).item()))
+    assert rates[10] == pytest.approx(0.5 * (1 + torch.cos(torch.tensor(torch.pi * 10.5 / 25)).item()))
     assert rates == sorted(rates, reverse=True)
 
 
@@ -120,6 +120,14 @@ def test_the_rate_depends_on_the_position_alone() -> None:
     whole = [rate(epoch, step) for epoch in range(2) for step in range(5)]
     assert [rate(1, step) for step in range(5)] == whole[5:]  # a resume: no warm-up again
     assert whole.index(max(whole)) == 2
+    assert min(whole) > 0, "no step learns nothing, the first and the last one included"
+
+
+@pytest.mark.parametrize("steps", [4, 5, 50])
+def test_the_mean_rate_is_the_schedules_however_many_steps_there_are(steps: int) -> None:
+    rates = [learning_rate(progress(0, step, steps, 1), peak=1.0, floor=0.0, warmup=0.2) for step in range(steps)]
+    # ∫ = 0.2 / 2 + 0.8 / 2; the middle of a step is off where the warm-up ends inside it, by 1/8 of a step at most.
+    assert sum(rates) / steps == pytest.approx(0.5, abs=1 / (8 * steps))
 
 
 def test_the_drafter_stays_in_training_mode() -> None:

@@ -35,9 +35,9 @@ def usual_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def run(code: str, directory: Path, seen: list[StageProgress] | None = None) -> None:
+def run(code: str, directory: Path, seen: list[StageProgress] | None = None, grace_s: float = 25.0) -> None:
     show = seen.append if seen is not None else lambda progress: None
-    run_command("train", [sys.executable, "-c", PRELUDE + code, str(directory)], directory, show)
+    run_command("train", [sys.executable, "-c", PRELUDE + code, str(directory)], directory, show, grace_s)
 
 
 def is_alive(pid: int) -> bool:
@@ -157,8 +157,12 @@ def test_signal_is_handed_on_once_and_then_takes_effect_here(
     wait_for(lambda: not is_alive(int((tmp_path / "helper").read_text())), timeout_s=2)
 
 
-def test_process_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "STOP_TIMEOUT_S", 0.5)
+def test_torchrun_is_more_patient_than_what_it_is_told_by() -> None:
+    command = child.torchrun(2, 600.5)
+    assert "--shutdown-timeout=606" in command
+
+
+def test_process_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     threading.Thread(
         target=lambda: (wait_for((tmp_path / "pid").exists), os.kill(os.getpid(), signal.SIGINT)), daemon=True
     ).start()
@@ -166,6 +170,7 @@ def test_process_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytes
         run(
             'signal.signal(signal.SIGTERM, signal.SIG_IGN); (run / "pid").write_text(str(os.getpid())); time.sleep(60)',
             tmp_path,
+            grace_s=0.5,
         )
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
