@@ -5,8 +5,6 @@ from zoneinfo import available_timezones
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from cache.config import RowsConfig
-
 
 def _known_zone(text: str) -> str:
     zone = text.partition(" ")[2]
@@ -30,11 +28,11 @@ GRACE_S = 25.0  # Prefect's worker kills what it cancels after 30
 GgufType = Literal["float16", "bfloat16", "float32", "q8_0"]
 
 
-class _Model(BaseModel):
+class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TargetConfig(_Model):
+class TargetConfig(Fields):
     """Parameters of the target (`target` in the tree)."""
 
     model: str = Field(
@@ -50,7 +48,7 @@ class TargetConfig(_Model):
     trust_remote_code: bool = Field(False, description="run the model code that comes with a hub model")
 
 
-class DrafterConfig(_Model):
+class DrafterConfig(Fields):
     """Parameters of the drafter (`drafter` in the tree)."""
 
     layers: int = Field(5, description="number of drafter layers", ge=1)
@@ -100,7 +98,7 @@ class DrafterConfig(_Model):
     )
 
 
-class TrainingConfig(_Model):
+class TrainingConfig(Fields):
     """Parameters of training (`training` in the tree)."""
 
     epochs: int = Field(6, description="passes over the rows", ge=1)
@@ -191,7 +189,7 @@ NOT_LEARNED = (
 )
 
 
-class EvaluationConfig(_Model):
+class EvaluationConfig(Fields):
     """Parameters of evaluation (`evaluation` in the tree)."""
 
     rows: int | None = Field(
@@ -216,7 +214,7 @@ class EvaluationConfig(_Model):
     )
 
 
-class ExportConfig(_Model):
+class ExportConfig(Fields):
     """Parameters of export (`export` in the tree)."""
 
     layouts: list[Literal["dflash", "speculators", "gguf"]] = Field(
@@ -230,36 +228,7 @@ class ExportConfig(_Model):
     path: str | None = Field(None, description="directory to write to; None: export/ in the run directory")
 
 
-class GenerationConfig(_Model):
-    """Parameters of answers from the target (`generation` in the tree)."""
-
-    engine: Literal["transformers", "openai"] = Field(
-        "transformers", description="what runs the target: this machine, or servers that speak OpenAI's protocol"
-    )
-    max_new_tokens: int = Field(1024, description="longest answer, in tokens", ge=1)
-    temperature: float = Field(0.0, description="0: greedy", ge=0)
-    top_p: float = Field(1.0, description="nucleus of the sampling law", gt=0, le=1)
-    top_k: int = Field(0, description="largest number of tokens to sample from; 0: all", ge=0)
-    seed: int = Field(0, description="seed of sampling", ge=0, lt=2**31)
-    rows: int | None = Field(None, description="answer only the first so many rows of the source; None: all", ge=1)
-    only_missing: str | None = Field(
-        None, description="path of earlier answers (their directory, or JSONL): answer only the rows that it lacks"
-    )
-    tokens_per_batch: int = Field(
-        65_536, description="transformers: rows of a batch times (longest prompt + max_new_tokens), in tokens", ge=1
-    )
-    urls: list[str] = Field([], description="openai: servers, such as [http://gpu1:8000/v1]; taken in turn")
-    api: Literal["completions", "chat"] = Field(
-        "completions",
-        description="openai: completions sends our ids (vLLM, SGLang); chat sends messages, for any other server",
-    )
-    served_model: str | None = Field(None, description="openai: the model's name on the servers; None: target.model")
-    concurrency: int = Field(32, description="openai: requests under way at once, over all servers", ge=1, le=4096)
-    retries: int = Field(8, description="openai: how often a request that failed is sent again", ge=0)
-    timeout_s: float = Field(600.0, description="openai: longest wait for one answer, in seconds", gt=0)
-
-
-class RunConfig(_Model):
+class RunConfig(Fields):
     """What `python -m dflash` needs to know of a run; config.json in the run directory holds it."""
 
     target: TargetConfig
@@ -294,11 +263,3 @@ class RunConfig(_Model):
                 "head. Leave gguf out, as with export.layouts=[dflash]"
             )
         return self
-
-
-class AnswersConfig(_Model):
-    """What `python -m dflash generate` needs to know; config.json in the directory of the answers holds it."""
-
-    rows: RowsConfig
-    target: TargetConfig
-    generation: GenerationConfig = GenerationConfig()

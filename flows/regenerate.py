@@ -10,7 +10,8 @@ from prefect.states import Completed
 
 from cache.config import RowsConfig
 from cache.json_file import read_json
-from dflash.config import AnswersConfig, GenerationConfig, TargetConfig
+from dflash.answers.parameters import AnswersConfig, GenerationConfig
+from dflash.config import TargetConfig
 from flows.prepare import fetch_rows, local_target
 from flows.runs.deployed import from_deployment
 from flows.runs.directory import Tree, proposed_config, stage_alone

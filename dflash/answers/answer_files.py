@@ -25,7 +25,7 @@ from cache.errors import BadSource
 from cache.json_file import write_json
 from cache.key.file_hashes import hash_sources
 from cache.source.find import find_files
-from dflash.config import AnswersConfig
+from dflash.answers.parameters import AnswersConfig
 from dflash.errors import ConfigMismatch
 from dflash.target.identity import fingerprint
 from dflash.training.open_run import changed_settings

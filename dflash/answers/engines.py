@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from transformers import GenerationConfig as HubGenerationConfig
 
 from dflash.answers.dialogue import Dialogue, Reply, Request
-from dflash.config import GenerationConfig, TargetConfig
+from dflash.answers.parameters import GenerationConfig
+from dflash.config import TargetConfig
 from dflash.decoding.sampling import Sampling
 from dflash.target.frozen import unknown_ids
 from dflash.target.placement import Replica, replicas, visible

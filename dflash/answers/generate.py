@@ -22,9 +22,9 @@ from cache.json_file import write_json
 from dflash.answers.answer_files import AnswerFiles, read_config, settings_of
 from dflash.answers.dialogue import Dialogue, Prompter, Reply, Request
 from dflash.answers.engines import Transformers, by_length, devices
+from dflash.answers.parameters import AnswersConfig
 from dflash.answers.questions import chosen, rows_wanted
 from dflash.answers.servers import REFUSED, Servers
-from dflash.config import AnswersConfig
 from dflash.errors import ConfigMismatch
 from dflash.interrupt import Interrupted
 from dflash.run_directory import CONFIG, ProgressFile, RunDirectory

@@ -25,7 +25,7 @@ from cache.source.chunks import Chunk
 from cache.source.columns import INPUT, SYSTEM, USUAL
 from cache.source.find import find_files
 from cache.source.open import Source, column_names, open_source
-from dflash.config import GenerationConfig
+from dflash.answers.parameters import GenerationConfig
 
 PROMPTS = ("prompt", "instruction")
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dflash.answers.dialogue import Prompter, Reply, Request
-from dflash.config import GenerationConfig
+from dflash.answers.parameters import GenerationConfig
 from dflash.errors import ConfigMismatch, DflashError
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from dflash.config import GenerationConfig
+from dflash.answers.parameters import GenerationConfig
 from flows.cli.presets import Tree, load_flow
 from flows.runs.parameters import Dask, Override, Parameters
 

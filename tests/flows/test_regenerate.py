@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash.config import AnswersConfig
+from dflash.answers.parameters import AnswersConfig
 from dflash.errors import ConfigMismatch
 from flows.cli.overrides import check_parameters
 from flows.regenerate import regenerate

@@ -25,7 +25,8 @@ from cache.errors import BadSource
 from dflash.answers.dialogue import Request
 from dflash.answers.engines import _Gumbel, cut, devices
 from dflash.answers.generate import generate
-from dflash.config import GenerationConfig, TargetConfig
+from dflash.answers.parameters import GenerationConfig
+from dflash.config import TargetConfig
 from dflash.decoding.sampling import Sampling
 from dflash.errors import ConfigMismatch, RunLocked
 from dflash.training.checkpoint import run_lock

@@ -10,8 +10,8 @@ import pytest
 
 from cache.config import Columns, RowsConfig
 from cache.errors import BadRow, BadSource
+from dflash.answers.parameters import GenerationConfig
 from dflash.answers.questions import Question, earlier_keys, questions, rows_wanted
-from dflash.config import GenerationConfig
 
 C0 = [
     {"role": "user", "content": "hi"},
