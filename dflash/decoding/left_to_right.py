@@ -22,7 +22,7 @@ def block_states(
     """Final states of slots 1..K−1 for one block a row: a token and its position."""
     device, shape = drafter.fc.weight.device, drafter.shape
     first = torch.tensor(tokens, device=device)[:, None]
-    embedded = embed_blocks(embedding, first, shape.block_size, shape.mask_token_id).to(drafter.fc.weight.dtype)
+    embedded = embed_blocks(embedding, first, shape.block_size, shape.mask_token_id, drafter.fc.weight.dtype)
     return drafter.blocks(context, embedded, torch.tensor(anchors, device=device)[:, None])[:, 0, 1:]
 
 

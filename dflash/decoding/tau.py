@@ -121,7 +121,7 @@ def accepted_by_anchor(
 ) -> list[dict[int, int]]:
     """For every legal anchor of each row (ids, mask), how many drafts equal the row, up to the answer's end."""
     embedding = ends[0]
-    shape, device = drafter.shape, drafter.fc.weight.device
+    shape, device, dtype = drafter.shape, drafter.fc.weight.device, drafter.fc.weight.dtype
     context = drafter.context(features.to(device))
     group = max(1, _SLOTS // shape.block_size)
     places: list[tuple[int, Int64[ndarray, " A"]]] = []
@@ -149,9 +149,9 @@ def accepted_by_anchor(
             piece = anchors[start : start + group]
             label = block_labels(ids, piece, shape.block_size)
             tokens = torch.from_numpy(label[:, 0]).to(device)
-            embedded = embed_blocks(embedding, tokens, shape.block_size, shape.mask_token_id)
+            embedded = embed_blocks(embedding, tokens, shape.block_size, shape.mask_token_id, dtype)
             anchor = torch.from_numpy(piece).to(device)
-            hidden = drafter.blocks(alone, embedded[None].to(drafter.fc.weight.dtype), anchor[None])
+            hidden = drafter.blocks(alone, embedded[None], anchor[None])
             places.append((b, piece))
             drafted.append(hidden[0, :, 1:])
             labels.append(label)

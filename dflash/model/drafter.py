@@ -191,9 +191,19 @@ class Drafter(nn.Module):
         return cast("list[Layer]", list(self.layers))
 
 
-def embed_blocks(embedding: nn.Module, anchor_token: Tensor, block_size: int, mask_token_id: int) -> Tensor:
-    """Embeddings of blocks `[anchor's token, mask, …, mask]`: `[…, K, H]` for anchor tokens `[…]`."""
-    block = torch.full((*anchor_token.shape, block_size), mask_token_id, device=anchor_token.device)
-    block[..., 0] = anchor_token
-    embedded: Tensor = embedding(block)
-    return embedded
+def embed_blocks(
+    embedding: nn.Module,
+    anchor_token: Tensor,
+    block_size: int,
+    mask_token_id: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Embeddings of blocks `[anchor's token, mask, …, mask]`: `[…, K, H]` for anchor tokens `[…]`.
+
+    The masks' one row is embedded once. With `dtype` the rows are converted, not the blocks, which are K times as many.
+    """
+    first: Tensor = embedding(anchor_token)
+    mask: Tensor = embedding(anchor_token.new_full((), mask_token_id))
+    dtype = dtype or first.dtype
+    masks = mask.to(dtype).expand(*anchor_token.shape, block_size - 1, -1)
+    return torch.cat([first.to(dtype)[..., None, :], masks], dim=-2)

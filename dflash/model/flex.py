@@ -119,7 +119,7 @@ def _rule(
     position = start + torch.arange(slots, device=start.device) % block_size
     context = torch.arange(column_block.numel() - slots, device=start.device)
     column_position = torch.cat([context.expand(start.shape[0], -1), position], dim=1)
-    size = torch.tensor(window.size, device=start.device)
+    size = start.new_full((), window.size)  # made there: a copy from the host would wait for the device
 
     def near(b: Tensor, h: Tensor, slot: Tensor, column: Tensor) -> Tensor:
         distance = position[b, slot] - column_position[b, column]

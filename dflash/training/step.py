@@ -135,8 +135,9 @@ def forward_loss(
     """
     batch, width = item.batch, drafter.fc.in_features
     with torch.no_grad():
-        embedded = embed_blocks(embedding, batch.labels[..., 0], drafter.shape.block_size, drafter.shape.mask_token_id)
-    hidden = drafter(item.features[..., :width], embedded.to(drafter.fc.weight.dtype), batch.anchor)
+        size, mask, dtype = drafter.shape.block_size, drafter.shape.mask_token_id, drafter.fc.weight.dtype
+        embedded = embed_blocks(embedding, batch.labels[..., 0], size, mask, dtype)
+    hidden = drafter(item.features[..., :width], embedded, batch.anchor)
     states = None
     if kind in NEEDS_STATES:
         states = label_states(item.features[..., width:], batch.anchor, drafter.shape.block_size)

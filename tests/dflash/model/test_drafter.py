@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash.model.drafter import Drafter, DrafterShape
+from dflash.model.drafter import Drafter, DrafterShape, embed_blocks
 from dflash.model.head import Head
 from dflash.model.loss import LossKind, block_loss
 
@@ -224,3 +224,14 @@ def test_names_are_those_of_the_public_checkpoints(drafter: Drafter) -> None:
 
 def test_shape_survives_json() -> None:
     assert DrafterShape.from_json(SHAPE.to_json()) == SHAPE
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_blocks_are_embedded_as_their_tokens_and_masks_once(dtype: torch.dtype | None) -> None:
+    embedding, looked_up = torch.nn.Embedding(9, 5, dtype=torch.bfloat16), []
+    embedding.register_forward_pre_hook(lambda _, arguments: looked_up.append(arguments[0].numel()))
+    tokens = torch.tensor([[3, 1], [8, 3]], dtype=torch.int32)
+    blocks = torch.tensor([[[3, 7, 7], [1, 7, 7]], [[8, 7, 7], [3, 7, 7]]])
+    out = embed_blocks(embedding, tokens, 3, 7, dtype)
+    assert looked_up == [4, 1]
+    assert torch.equal(out, embedding(blocks).to(dtype or torch.bfloat16))
