@@ -111,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
         ("port", 0, "port; 0: any free one"),
     ):
         command.add_argument(f"--{name}", type=int, default=default, help=text)
+    command = commands.add_parser("track", help="send the run's curves to a tracking service")
+    command.add_argument("tracked", metavar="run", type=Path, help="run directory")
+    command.add_argument("--to", required=True, choices=("wandb", "mlflow", "trackio"), help="the service")
+    command.add_argument("--follow", action="store_true", help="go on until standard input ends")
     command = commands.add_parser("generate", help="answer prompts with the target and write answers.jsonl")
     command.add_argument("run", metavar="answers", type=Path, help="directory of the answers, with config.json")
     _add_config(command)
@@ -178,6 +182,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
         given = {name: getattr(arguments, name) for name in ServerSettings.__slots__}
         serve(ServerSettings(**given), lambda url: print(json.dumps({"url": url}), flush=True), sys.stdin.buffer.read)
+    elif arguments.command == "track":
+        from dflash.training.trackers import track, until_stdin_ends
+
+        track(arguments.tracked, arguments.to, until_stdin_ends() if arguments.follow else lambda _: True)
     elif arguments.command == "generate":
         from dflash.answers.generate import generate
         from dflash.interrupt import Interrupted

@@ -168,6 +168,9 @@ class TrainingConfig(Fields):
         "killed; a run that Prefect's worker cancels has 30 in all",
         gt=0,
     )
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = Field(
+        [], description="services that get the curves, too, as their own environment variables say"
+    )
     keep: int = Field(3, description="newest checkpoints kept, beside the first and the best", ge=1)
 
 
@@ -185,6 +188,7 @@ NOT_LEARNED = (
     "evaluate_every_steps",
     "log_every_steps",
     "grace_s",
+    "trackers",
     "keep",
 )
 

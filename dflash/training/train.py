@@ -31,6 +31,7 @@ from dflash.training.parts import make_parts
 from dflash.training.provenance import gpu_memory, provenance
 from dflash.training.replicas import compare_replicas
 from dflash.training.time_left import TimeLeft
+from dflash.training.trackers import start_trackers
 from dflash.training.train_result import result
 from dflash.training.until import NO_LIMIT, Until
 
@@ -147,6 +148,7 @@ class _Run:
             self.curves = Curves(run.path / "tensorboard", start.steps_total)
             where = {"epoch": start.epoch, "step": start.step, "threads": start.threads, "processes": self.ranks.size}
             run.record("start", **where, **provenance())
+            self.trackers = start_trackers(run.path, list(self.training.trackers))
         if self.features is not None:
             fill_features(self.features, self.plan, self.target, start, run, self.ranks)
         self.total = sum(self.plan.steps(epoch) for epoch in range(epochs))

@@ -77,6 +77,20 @@ def logs(arguments: list[str], program: str) -> int:
     return 0
 
 
+def track(arguments: list[str], program: str) -> int:
+    from dflash.training.trackers import TRACKERS
+    from dflash.training.trackers import track as send
+
+    parser = argparse.ArgumentParser(
+        prog=f"{program} track", description="Sends a tracking service what it does not have of a run's curves."
+    )
+    add_run(parser)
+    parser.add_argument("--to", required=True, choices=TRACKERS, help="the service; its package has to be installed")
+    options = parser.parse_args(arguments)
+    send(named_run(options), options.to, lambda _: True)
+    return 0
+
+
 def add_home(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--home", default=None, help="directory of all data; default: $DFLASH_HOME, or var/ here")
 

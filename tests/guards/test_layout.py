@@ -19,6 +19,7 @@ CONCURRENT = (
     "dflash/export/export.py",  # loads back what it wrote in a process that knows nothing
     "dflash/answers/generate.py",
     "dflash/serving/server.py",  # a server is a process of its own
+    "dflash/training/trackers.py",  # each in a process of its own
     "dflash/training/provenance.py",  # asks git for the commit
     "dflash/pipeline/",
     "flows/show/artifacts.py",
