@@ -128,7 +128,7 @@ def take_away(path: Path, aside: Path) -> None:
 def slice_files(home: Path) -> list[SliceFile]:
     """Every slice under `home`, by name, finished or not."""
     found = []
-    for path in sorted(home.glob("tokens/.slices/*.arrow*")):
+    for path in sorted(home.glob("tokens/.slices/*/*.arrow*")):
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
             found.append(SliceFile(path, stat.st_size, stat.st_mtime))

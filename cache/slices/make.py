@@ -85,6 +85,7 @@ class Tokeniser:
         for left in path.parent.glob(f"{path.name}.tmp-*"):  # by a builder that was killed: its lock is held here
             left.unlink(missing_ok=True)
         partial = beside(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             plan = self._plan
             write_pieces(

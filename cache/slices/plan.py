@@ -15,7 +15,7 @@ from cache.key.behaviour import versions
 from cache.key.code import tokenising_code
 from cache.key.content import CHAT_FILES, hash_recipe, sidecar_of
 from cache.key.file_hashes import State, hash_file, states_of
-from cache.slices.cut import Cut, cuts_of_files, cuts_of_table
+from cache.slices.cut import Cut, SliceSize, cuts_of_files, cuts_of_table
 from cache.source.columns import Layout
 from cache.source.find import SourceFiles
 from cache.source.open import IN_MEMORY, Source
@@ -59,7 +59,7 @@ class SlicePlan:
     trust_remote_code: bool
 
     def path(self, one: Slice) -> Path:
-        return self.directory / f"{one.key}.arrow"
+        return self.directory / one.key[:2] / f"{one.key}.arrow"
 
     def missing(self) -> list[Slice]:
         """The slices that have no file yet; slices of equal content once."""
@@ -85,13 +85,14 @@ def plan_slices(
 
     slices: list[Slice] = []
     if source.table is not None:
-        slices += named(cuts_of_table(source.table, source.layout, parts["source"]), ())
-    for part in source.parts:
-        states = sizes_and_times(
-            part
-        )  # before its content is hashed: no later change goes by the hash of what was there
+        whole = SliceSize.of(int(source.table.table.nbytes), source.num_rows)
+        slices += named(cuts_of_table(source.table, source.layout, parts["source"], whole), ())
+    # Before any content is hashed: no later change goes by the hash of what was there.
+    states_of_parts = [sizes_and_times(part) for part in source.parts]
+    size = SliceSize.of(sum(size_bytes for states in states_of_parts for size_bytes, *_ in states), source.num_rows)
+    for part, states in zip(source.parts, states_of_parts, strict=True):
         with reading(part.files[0].path):
-            slices += named(cuts_of_files(part, source.layout, lambda path: hash_file(path, sidecar)), states)
+            slices += named(cuts_of_files(part, source.layout, lambda path: hash_file(path, sidecar), size), states)
     directory = home / "tokens" / ".slices"
     chat_files = {name: parts[name] for name in CHAT_FILES}
     return SlicePlan(

@@ -25,8 +25,9 @@ from flows.errors import BadParameter
 from flows.runs.directory import Tree
 from flows.show.artifacts import reporting
 from flows.show.progress import StageProgress, progress_line
-from flows.slices.slice_task import WORKERS_OWN, SoFar, forget_tokenizer, tokenise_slice
+from flows.slices.slice_task import WORKERS_OWN, SoFar, forget_tokenizer, make_slice, tokenise_slice
 
+MOST_TASKS = 2_000  # of Prefect: where there are more slices, as of many small files, the others are plain calls
 LOCAL = "local:"  # so many worker processes here
 
 
@@ -79,8 +80,14 @@ class _Here:
     so_far: SoFar
 
     def map(self, asked: Iterable[Tree]) -> Iterator[tuple[Slice, Tree]]:
-        for parameters in asked:
-            yield parameters["one"], self.recorded(**parameters, so_far=self.so_far)
+        for number, parameters in enumerate(asked):
+            one, is_task = parameters["one"], number < MOST_TASKS
+            made = (
+                self.recorded(**parameters, so_far=self.so_far)
+                if is_task
+                else make_slice(one, parameters["plan"], wait=parameters["wait"], threads=None, so_far=self.so_far)
+            )
+            yield one, made
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,8 +177,8 @@ def test_remove_keeps_what_is_read_or_built(home: Path, capsys: pytest.CaptureFi
 
 
 def test_slices_are_listed_counted_and_dropped(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slices = home / "tokens/.slices"
-    slices.mkdir()
+    slices = home / "tokens/.slices/ab"
+    slices.mkdir(parents=True)
     for name in ("a.arrow", "b.arrow", "c.arrow.tmp-h-1-2"):
         (slices / name).write_bytes(b"x" * 1000)
     assert "3 of conversations" in run(capsys, "list", "--home", home)[1]

@@ -70,7 +70,7 @@ def cached(home: Path, source: Any, **rows: Any) -> TokenCache:
 
 
 def stored(home: Path) -> list[Path]:
-    return sorted((home / "tokens/.slices").glob("*.arrow"))
+    return sorted((home / "tokens/.slices").glob("*/*.arrow"))
 
 
 def source_of(kind: str, directory: Path, rows: list[dict[str, Any]]) -> Path:
@@ -145,11 +145,11 @@ def test_killed_in_the_middle_only_the_rest_is_tokenised(
         cached(tmp_path / "home", source)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     assert tokenised() == [4, 4, 4]
-    assert len(list((tmp_path / "home/tokens/.slices").glob("*.tmp-*"))) == 1
+    assert len(list((tmp_path / "home/tokens/.slices").rglob("*.tmp-*"))) == 1
     cache = cached(tmp_path / "home", source)
     assert tokenised() == [4, 2]
     assert cache.source_row.tolist() == list(range(18))
-    assert list((tmp_path / "home/tokens/.slices").glob("*.tmp-*")) == []
+    assert list((tmp_path / "home/tokens/.slices").rglob("*.tmp-*")) == []
 
 
 def test_one_more_file_and_more_lines_cost_what_is_new(tmp_path: Path, tokenised: Any) -> None:
@@ -270,7 +270,7 @@ def test_a_builder_does_not_wait_while_there_is_something_else_to_make(tmp_path:
     first, second, _ = stored(tmp_path / "home")
     for path in (first, second):
         path.unlink()
-    lock = tmp_path / "home/tokens/.slices/.locks" / first.stem
+    lock = first.parent / ".locks" / first.stem
     child = os.fork()
     if child == 0:
         with lock.open("w") as file:
@@ -308,7 +308,7 @@ def test_a_file_that_changes_while_it_is_tokenised_leaves_no_slice(
     with pytest.raises(BadSource, match="changed while it was read"):
         cached(tmp_path / "home", source)
     assert stored(tmp_path / "home") == []
-    assert [path for path in (tmp_path / "home/tokens/.slices").iterdir() if ".tmp" in path.name] == []
+    assert [path for path in (tmp_path / "home/tokens/.slices").rglob("*") if ".tmp" in path.name] == []
 
 
 def test_a_slice_that_is_used_is_young_again(tmp_path: Path, tokenised: Any) -> None:
@@ -359,3 +359,26 @@ def test_equal_slices_are_made_once(tmp_path: Path, tokenised: Any) -> None:
     cache = cached(tmp_path / "home", source)
     assert tokenised() == [4]
     assert cache.source_row.tolist() == list(range(12))
+
+
+def test_slices_grow_with_the_source_in_doublings() -> None:
+    of = cuts.SliceSize.of
+    assert (
+        of(0, 1) == of(cuts.SLICE_BYTES * cuts.MOST_SLICES, None) == cuts.SliceSize(cuts.SLICE_BYTES, cuts.SLICE_ROWS)
+    )
+    assert of(cuts.SLICE_BYTES * cuts.MOST_SLICES + 1, 0) == cuts.SliceSize(2 * cuts.SLICE_BYTES, 2 * cuts.SLICE_ROWS)
+    for size in (10**9, 10**11, 10**12, 10**13):
+        assert size / 1000 / of(size, size // 1000).rows <= cuts.MOST_SLICES
+        assert size / of(size, size // 1000).size_bytes <= cuts.MOST_SLICES
+
+
+def test_a_source_of_any_size_has_few_slices(tmp_path: Path, tokenised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks(64)))
+    many = cached(tmp_path / "many", path)
+    assert tokenised() == [4] * 16
+    monkeypatch.setattr(cuts, "SLICE_BYTES", 1 << 9)
+    monkeypatch.setattr(cuts, "MOST_SLICES", 4)
+    few = cached(tmp_path / "few", path)
+    assert len(tokenised()) <= 4
+    assert few.ids.tolist() == many.ids.tolist()

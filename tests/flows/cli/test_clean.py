@@ -123,7 +123,7 @@ def test_what_is_no_name_of_a_run_is_refused_before_anything_is_deleted(used: Pa
 
 
 def test_slices_go_once_no_build_has_used_them_for_long(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slices = used / "tokens/.slices"
+    slices = used / "tokens/.slices/ab"
     (slices / ".locks").mkdir(parents=True)
     for name in ("old.arrow", "new.arrow", "left.arrow.tmp-h-1-2", "made.arrow.tmp-h-1-3"):
         (slices / name).write_text("x")

@@ -30,7 +30,7 @@ from flows.errors import BadParameter
 from flows.prepare import prepare
 from flows.runs.parameters import resolve_home
 from flows.show.progress import ProgressLine, StageProgress
-from flows.slices import slice_task
+from flows.slices import fan_out, slice_task
 from flows.slices.slice_task import make_slice, tokenise_slice
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -66,7 +66,7 @@ def new_tasks(seen: set[Any]) -> list[Any]:
 
 def records(home: Path) -> list[dict[str, Any]]:
     """What the tasks left: one small JSON record a slice, named by its key."""
-    slices = [path.stem for path in (home / "tokens/.slices").glob("*.arrow")]
+    slices = [path.stem for path in (home / "tokens/.slices").glob("*/*.arrow")]
     return [json.loads(json.loads((home / "tokens/.records" / key).read_text())["result"]) for key in slices]
 
 
@@ -92,6 +92,16 @@ def test_each_missing_slice_is_a_task_and_no_other(
     write(tmp_path / "chat.jsonl", 33)
     run(tree)
     assert sorted(task.name for task in new_tasks(seen)) == ["tokenise slice 8/9", "tokenise slice 9/9"]
+
+
+def test_no_more_tasks_than_prefect_can_bear(
+    home: Path, tree: dict[str, Any], plain: TokenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "MOST_TASKS", 3)
+    seen: set[Any] = set()
+    new_tasks(seen)
+    assert run(tree).manifest == plain.manifest
+    assert sorted(task.name for task in new_tasks(seen)) == [f"tokenise slice {i}/8" for i in range(1, 4)]
 
 
 def test_two_dask_workers_make_the_same_cache(home: Path, tree: dict[str, Any], plain: TokenCache) -> None:
