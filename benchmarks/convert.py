@@ -1,6 +1,7 @@
 """How fast rows become a token cache, beside `dd`, `cp`, `datasets`, MosaicML MDS and Megatron, on the same bytes.
 
 python benchmarks/convert.py                 60,000 rows (0.6 GB), about two minutes on a free machine
+python benchmarks/convert.py --s3            20,000 rows (0.2 GB) from an S3 server that runs here, against local ones
 python benchmarks/convert.py --full          902,087 rows (9.4 GB; needs 30 GB of free disk), about twenty minutes
 
 `durable`: the source is not in memory, and the cache is on the disk when it ends (as in every build), against `dd` with
@@ -41,12 +42,16 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="only dd and cp")
     parser.add_argument("--convert", choices=["durable", "page-cache"], help=argparse.SUPPRESS)
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--s3", action="store_true", help="only the line for Arrow rows from S3")
     given = parser.parse_args()
     directory = given.directory or Path(__file__).resolve().parent.parent / "var" / "bench"
     if given.convert:
         durable = given.convert == "durable"
         convert(arrow_stream(directory.parent, 10), directory / "first", durable=durable)  # pays for lazy imports
         print(json.dumps(convert(given.source, directory / "rows", durable=durable)))
+        return
+    if given.s3:
+        from_s3(min(given.rows, PEER_ROWS), given.rounds, directory)
         return
     compare(FULL_ROWS if given.full else given.rows, given.rounds, directory, peers=not given.no_peers)
 
@@ -126,6 +131,50 @@ def compare(num_rows: int, rounds: int, directory: Path, *, peers: bool) -> None
             print(f"{name:34}{seconds:10.2f}{size / seconds / 1e9:8.2f}   {times_as_long:8.1f}   {note}")
     print(f"resident {result['rss_mb']} MB at most, {result['own_mb']} MB of that its own")
     print(json.dumps(result))
+
+
+def from_s3(num_rows: int, rounds: int, directory: Path) -> None:
+    """Arrow rows of a bucket: fetched once, then asked for their etag and converted, against the same rows here."""
+    import os
+    import tempfile
+
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    from cache.config import RowsConfig
+    from cache.elsewhere.places import fetched
+
+    source = arrow_stream(directory, num_rows)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    os.environ |= {
+        "AWS_ENDPOINT_URL": "http://{}:{}".format(*server.get_host_and_port()),
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    system = fsspec.filesystem("s3")
+    system.mkdir("bucket")
+    system.put(str(source), f"bucket/{source.name}")
+    rows = RowsConfig(source=f"s3://bucket/{source.name}")
+    times: dict[str, list[float]] = {"fetch": [], "local": [], "from s3": []}
+    with tempfile.TemporaryDirectory(dir=directory) as home:
+        times["fetch"].append(timed(lambda: fetched(rows, Path(home))))
+        for _ in range(rounds):
+            times["local"].append(own_conversion(source, directory, "durable")["seconds"])
+            asked = time.perf_counter()
+            local = Path(str(fetched(rows, Path(home)).source))
+            asked = time.perf_counter() - asked
+            times["from s3"].append(asked + own_conversion(local, directory, "durable")["seconds"])
+    server.stop()
+    size = source.stat().st_size
+    fetch = times["fetch"][0]
+    print(
+        f"{num_rows:,} Arrow rows, {size / 1e9:.2f} GB: fetched once from S3 in {fetch:.2f} s "
+        f"({size / fetch / 1e9:.2f} GB/s)"
+    )
+    medians = {f"{name.replace(' ', '_')}_s": round(statistics.median(found), 3) for name, found in times.items()}
+    print(json.dumps({"s3_vs_local": ratio(times["local"], times["from s3"]), **medians, "rows": num_rows}))
 
 
 def dd(source: Path, directory: Path) -> float:

@@ -66,18 +66,23 @@ def read_lines(
 
     Where a file is compressed it can only be read from its beginning to its end.
     """
-    number, rest = first_line, b""
+    number, waiting, size = first_line, [b""], 0  # the beginning of a line whose end has not come
     for read, position in _blocks(path, block_bytes, start, stop):
-        if len(rest) > MAX_LINE_BYTES:
+        if size > MAX_LINE_BYTES:
             raise BadSource(
                 f"line {number + 1} of {path}: longer than {MAX_LINE_BYTES >> 20} MiB, expected one row a line. "
                 "Take it out."
             )
-        text = rest + read
+        waiting.append(read)
+        size += len(read)
+        if read and b"\n" not in read:
+            continue
+        text = b"".join(waiting)
         if number == 0 and text.startswith(BOM):
             text = text[len(BOM) :]
         end = text.rfind(b"\n") + 1 if read else len(text)
-        block, rest = text[:end], text[end:]
+        block, waiting = text[:end], [text[end:]]
+        size = len(text) - end
         for first, count, part in _without_blanks(block):
             yield Lines(number + first, count, part, position)
         number += block.count(b"\n")
