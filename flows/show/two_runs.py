@@ -134,8 +134,9 @@ def _on_the_way(one: Measured, other: Measured) -> list[Row]:
     for tenth in range(1, 11):
         steps = round(end * tenth / 10)
         values = [{"value": _at(run.loss, steps), "se": None} for run in (one, other)]
-        rows.append(_difference(f"step {steps:,}", *values))
-    return rows if end else []
+        if any(one["value"] is not None for one in values):
+            rows.append(_difference(f"step {steps:,}", *values))
+    return rows
 
 
 def _at(points: list[Point], steps: int) -> float | None:
