@@ -131,7 +131,7 @@ def simulate(plan: TrainPlan, batches: int, target_s: float, drafter_s: float) -
     seen: list[dict[str, float]] = []
 
     def on_step(report: PendingReport) -> bool:
-        if trainer.count in (WARM, WARM + batches):
+        if len(seen) < 2 and trainer.count >= WARM + len(seen) * batches:  # a step may have several passes
             clocks = pipeline._clocks
             seen.append(
                 {
@@ -139,6 +139,7 @@ def simulate(plan: TrainPlan, batches: int, target_s: float, drafter_s: float) -
                     "read": clocks["read"][0].busy,
                     "nominal": sum(t.nominal_s for t in targets),
                     "drafter": trainer.nominal_s,
+                    "passes": trainer.count,
                     "done": sum(t.count for t in targets),
                     "reads": clocks["read"][0].items,
                 }
@@ -148,12 +149,12 @@ def simulate(plan: TrainPlan, batches: int, target_s: float, drafter_s: float) -
     pipeline.run(0, 0, 1, on_step)
     window = seen[0]["wall"], seen[1]["wall"]
     change = {name: seen[1][name] - seen[0][name] for name in seen[0]}
-    own = max(change["nominal"] / change["done"] / TARGETS, change["drafter"] / batches)  # seconds a pass
+    own = max(change["nominal"] / change["done"] / TARGETS, change["drafter"] / change["passes"])  # seconds a pass
     return {
         "targets_busy": round(statistics.mean(t.busy(*window) for t in targets) / change["wall"], 4),
-        "vs_bottleneck": round(own * batches / change["wall"], 4),
+        "vs_bottleneck": round(own * change["passes"] / change["wall"], 4),
         "reader_ms": round(1e3 * change["read"] / change["reads"], 3),
-        "wall_ms": 1e3 * change["wall"] / batches,
+        "wall_ms": 1e3 * change["wall"] / change["passes"],
         "stages": pipeline.stages(),
     }
 

@@ -101,9 +101,7 @@ def dense_attention(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, m
 
 def plain_loss(drafter: Drafter, problem: Problem) -> tuple[Tensor, Tensor]:
     parts: Any = dflash.model.drafter
-    parts.attention_plan = lambda anchor, context, slots: torch.stack([visible(a, context, slots) for a in anchor])[
-        :, None
-    ]
+    parts.attention_plan = lambda anchor, *size: torch.stack([visible(row, *size) for row in anchor])[:, None]
     parts.block_attention = dense_attention
     try:
         hidden = drafter(problem.features, problem.embedded, problem.anchor[None])
