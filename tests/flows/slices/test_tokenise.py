@@ -141,11 +141,11 @@ def other_builder_of_first_slice(plan: SlicePlan, made: Path) -> Iterator[list[b
 
     def hold(lock: Any) -> None:
         until = time.monotonic() + 60
-        while not all(path.exists() for path in others) and time.monotonic() < until:
-            time.sleep(0.02)
-        are_there.append(all(path.exists() for path in others))
-        shutil.copy(made / first.name, first)
-        lock.close()
+        with lock:
+            while not all(path.exists() for path in others) and time.monotonic() < until:
+                time.sleep(0.02)
+            are_there.append(all(path.exists() for path in others))
+            shutil.copy(made / first.parent.name / first.name, first)
 
     lock = (first.parent / ".locks" / first.stem).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -223,7 +223,7 @@ def test_a_bad_row_fails_at_once_and_what_was_made_stays(home: Path, tree: dict[
     with pytest.raises(BadRow, match=r"line 15 of .*chat.jsonl"):
         run(tree)
     assert [task.run_count for task in new_tasks(seen)] == [1, 1, 1, 1]
-    assert len(list((resolve_home(None) / "tokens/.slices").glob("*.arrow"))) == 3
+    assert len(list((resolve_home(None) / "tokens/.slices").glob("*/*.arrow"))) == 3
     write(tmp_path / "chat.jsonl", 15)
     assert run(tree).manifest.rows == 15
     assert [task.name for task in new_tasks(seen)] == ["tokenise slice 4/4"]
