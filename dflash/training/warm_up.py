@@ -35,7 +35,7 @@ def warm_up(plan: TrainPlan, target: Target, trainer: Trainer, *, evaluates: boo
 
 def shape_classes(plan: TrainPlan) -> list[np.ndarray]:
     """Rows of one pass for each form: the shortest row that has slots, and the two shortest."""
-    rows = plan.epoch(0).row_ids
+    rows = plan.epoch(0).row_ids.astype(np.int64)
     rows = rows[plan.row_slots[rows] > 0]
     shortest = rows[np.argsort(plan.row_tokens[rows], kind="stable")][:2]
     return [shortest[:count] for count in range(1, shortest.size + 1)]

@@ -124,7 +124,7 @@ def test_template_over_many_lines_is_read_as_serving_reads_it(tmp_path):
 
 def test_ids_other_than_serving_sees_are_refused(tmp_path):
     chat = chat_tokenizer(tmp_path)
-    chat._template.source = PLAIN.replace("[E]", "[EOS]")  # what serving would render
+    chat._tokenizer.chat_template = PLAIN.replace("[E]", "[EOS]")  # what serving would render
     with pytest.raises(Exception, match=r"token 3 is \[261.*gives \[257"):
         tokenised(chat, [C0])
 

@@ -14,8 +14,10 @@ from cache.chat.template import BadTemplate
 def renders(chat, monkeypatch):
     """Counts the texts that are rendered from here on."""
     counted = []
-    render = chat._template.render
-    monkeypatch.setattr(chat._template, "render", lambda *given, **more: counted.append(1) or render(*given, **more))
+    render = chat._templates.plain.render
+    monkeypatch.setattr(
+        chat._templates.plain, "render", lambda *given, **more: counted.append(1) or render(*given, **more)
+    )
     return counted
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,17 +131,21 @@ def test_half_a_line_is_read_when_it_is_whole(run: Path) -> None:
     assert list(points.new()) == []
 
 
+def finds_packages(directory: Path) -> None:
+    """The processes that this one starts find packages here: it comes from a server with an environment of its own."""
+    os.environ["PYTHONPATH"] = f"{directory}:{Path(__file__).resolve().parents[3]}"
+
+
 def test_run_with_trackers_that_hang_or_are_not_installed_is_the_run_without(
-    make_run: Callable[..., Path], tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[..., Path], tokens: Path, tmp_path: Path
 ) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
     (packages / "wandb.py").write_text(HANGS)
     (packages / "mlflow.py").write_text("raise ImportError('no such thing')")
-    monkeypatch.setenv("PYTHONPATH", f"{packages}:{Path(__file__).resolve().parents[3]}")
     alone, told = make_run("alone"), make_run("told", trackers=["wandb", "mlflow"])
     for run in (alone, told):
-        tiny.run(["train", run, "--tokens", tokens], run / "log")
+        tiny.run(["train", run, "--tokens", tokens], run / "log", before=partial(finds_packages, packages))
     tiny.assert_equal(told, alone)
     tiny.wait_for(packages / "wandb.py.pid")
     log = told / "logs/tracker-mlflow.log"

@@ -58,7 +58,8 @@ def test_two_processes_of_one_flow_run_learn_what_one_learns(tree: dict[str, Any
         history = read_lines(Path(tree["home"]) / "runs" / name / "history.jsonl")
         assert [line["processes"] for line in history if line["event"] == "start"] == [processes]
     alone, two = weights(tree["home"], "alone"), weights(tree["home"], "two")
-    assert max(abs(alone[key] - two[key]).max() for key in alone) <= 1e-6
+    # AdamW's first steps divide by about |gradient|: rounding where that is near ε moves a weight by up to lr/1000.
+    assert max(abs(alone[key] - two[key]).max() for key in alone) <= 3 * TRAINING.get("lr", 6e-4) / 1000 + 1e-6
 
 
 def make_run(tree: dict[str, Any], name: str, **training: Any) -> tuple[Path, list[str]]:
