@@ -174,7 +174,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         export(arguments.run, arguments.config)
     elif arguments.command == "serve-check":
-        from dflash.serving.check import serve_check
+        from dflash.serving.serve_check import serve_check
 
         serve_check(arguments.run, arguments.tokens, arguments.config)
     elif arguments.command == "serve":

@@ -13,7 +13,7 @@ from dflash.config import RunConfig
 from dflash.errors import ConfigMismatch
 from dflash.model.drafter import Drafter, DrafterShape
 from dflash.run_directory import CONFIG
-from dflash.training.layouts import layouts, table
+from dflash.training.gpu_layouts import layouts, table
 from dflash.training.open_run import OpenRun, open_run
 from dflash.training.room import estimated_bytes, room_for
 

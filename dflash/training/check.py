@@ -16,8 +16,8 @@ from dflash.pipeline.train_plan import TrainPlan
 from dflash.run_directory import CONFIG, ProgressFile
 from dflash.target.placement import Devices, place, replicas
 from dflash.training import checkpoint
+from dflash.training.gpu_layouts import Layout, layouts
 from dflash.training.initial_drafter import new_drafter
-from dflash.training.layouts import Layout, layouts
 from dflash.training.open_run import OpenRun, open_run
 from dflash.training.room import estimated_bytes, fit_room
 from dflash.training.stage_seconds import stage_seconds, step_seconds

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,12 @@ def test_threads_and_processes_are_started_in_few_places(path: Path) -> None:
     if not name(path).startswith(CONCURRENT):
         assert not imports(path) & CONCURRENCY
         assert not names_used(path) & {"Thread", "Timer", "ThreadPool", "fork", "forkpty", "posix_spawn"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_two_modules_of_a_package_have_one_name(package: str) -> None:
+    names = Counter(path.name for path in (ROOT / package).rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and not name.startswith("__")] == []
 
 
 def test_prefect_is_imported_in_flows_only() -> None:

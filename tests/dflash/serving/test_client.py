@@ -2,8 +2,8 @@
 
 import pytest
 
-from dflash.serving.check import parts_at
 from dflash.serving.client import Spelled, walk_of
+from dflash.serving.serve_check import parts_at
 
 
 def times(*chunks: tuple[int, float, int]) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ from dflash.config import DrafterConfig, RunConfig, TargetConfig
 from dflash.errors import ConfigMismatch
 from dflash.pipeline.train_plan import MOST, TrainPlan
 from dflash.training.assumed import Assumed, assumed
-from dflash.training.layouts import layouts, table
+from dflash.training.gpu_layouts import layouts, table
 from dflash.training.room import estimated_bytes, fit_room, largest_pass, room_for, saved_bytes
 from dflash.training.step import Trainer
 
